@@ -1,0 +1,60 @@
+"""What the scheduler wants done, imperative. The engine carries them out in order."""
+
+from dataclasses import dataclass
+
+from aserve.core.ids import SequenceId, StepNumber
+from aserve.core.plan import BatchPlan, Logprobs
+from aserve.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Hand the plan to the runner now."""
+
+    plan: BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """The sequence left the waiting queue; ``cached_tokens`` of its prompt came from the prefix cache.
+
+    Comes again when a preempted sequence resumes (``resumed``): usage counts the first one only.
+    """
+
+    sequence: SequenceId
+    cached_tokens: int
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverTokens:
+    """The tokens that a landing brought, in row order: (sequence, token, row of ``logprobs``)."""
+
+    step: StepNumber
+    entries: list[tuple[SequenceId, int, int]]
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverPromptLogprobs:
+    """Logprobs of the prompt's tokens from index ``first`` on (the first token of a prompt has none)."""
+
+    sequence: SequenceId
+    first: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The sequence is over. Sent exactly once for each, after its last DeliverTokens.
+
+    stop_token: the stop id that ended it, which is part of the output count but not of the text.
+    """
+
+    sequence: SequenceId
+    reason: FinishReason
+    stop_token: int | None = None
+    detail: str = ""
+
+
+Action = Launch | StartPrefill | DeliverTokens | DeliverPromptLogprobs | Finish
