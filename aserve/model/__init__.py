@@ -1,0 +1,1 @@
+"""The model: weights, one forward over a batch of slots, and the sampler. Importing this package loads no torch."""
