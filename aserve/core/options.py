@@ -10,7 +10,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """Section ``[scheduler]``. ``num_blocks`` and ``max_model_len`` of 0 are filled in when the model is known."""
+    """Section ``[scheduler]``, filled in by the model's side when it is loaded: ``num_blocks`` and ``max_model_len`` of 0 are decided there."""
 
     max_num_seqs: int = _option(64, "Sequences that run at once: rows of the slot table.")
     max_num_batched_tokens: int = _option(512, "Token budget of a step; decode rows first, prompt chunks fill the rest.")
@@ -18,7 +18,9 @@ class SchedulerOptions:
     block_size: int = _option(16, "Tokens in a KV block.")
     num_blocks: int = _option(0, "KV blocks in the pool (at least 8); 0 sizes the pool from memory.")
     max_inflight: int = _option(4, "Steps launched and not landed, 1 to 8: a cap, not a goal.")
-    policy: Literal["sync", "overlap"] = _option("overlap", "When to launch: after each landing, or with one step queued behind the running one.")
+    policy: Literal["sync", "overlap", "eager"] = _option(
+        "overlap", "When to launch: after each landing, with one step queued behind the running one, or up to max_inflight."
+    )
     queue_order: Literal["fcfs", "priority"] = _option("fcfs", "Order of the waiting queue.")
     enable_prefix_caching: bool = _option(True, "Keep the blocks of finished prompts for later requests that share a prefix.")
     watermark: float = _option(0.01, "Share of the pool that admission leaves free for sequences that already run.")

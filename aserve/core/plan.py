@@ -28,7 +28,8 @@ class Join:
     """Binds a slot to a sequence before the step's rows and chunks run.
 
     position: tokens whose K/V are in the cache already (a prefix hit), where the first chunk starts.
-    min_length, max_length: total tokens (prompt and output) below which stop ids are masked, and at which it ends.
+    min_length: while the sequence is shorter than this (prompt and output, before the new token) stop ids are masked.
+    max_length: the sequence is done when it is this long (the new token included).
     history: int32 tokens seen so far, prompt then output, empty unless ``params.needs_history``;
     num_prompt_tokens tells where the prompt ends (kept over preemption: earlier output stays output).
     """

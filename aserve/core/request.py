@@ -66,7 +66,8 @@ class SequenceSpec:
     prompt: int32 [P], P >= 1. seed: the 64-bit sampling key, child index mixed in already.
     priority: lower goes first. arrival_s: the engine's clock at submission, ties broken by id.
     cache_salt: prefix hits only among equal salts. leader: the sequence whose prompt this one shares and waits for
-    (a group's first child), or None. share_prefix: False keeps its blocks out of the prefix table altogether.
+    (a group's first child), or None. leads: others name this one as their leader; within such a group full blocks of
+    the prompt are shared even where the public prefix cache is off.
     """
 
     id: SequenceId
@@ -77,4 +78,4 @@ class SequenceSpec:
     arrival_s: float = 0.0
     cache_salt: str = ""
     leader: SequenceId | None = None
-    share_prefix: bool = True
+    leads: bool = False

@@ -1,0 +1,62 @@
+"""Stage 4: launched steps that have not landed, in launch order."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aserve.core.ids import StepNumber
+from aserve.core.plan import BatchPlan
+from aserve.core.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class InflightStep:
+    """What a landing needs of its launch. R sampling rows: the plan's decode rows, then its last chunks.
+
+    row_slots, row_epochs: int [R]. rows: their sequences. chunks: the sequence of each of the plan's chunks.
+    reads: debug builds only, the (blocks, generations) that the step was composed with.
+    lost: the launch failed and its sequences have been told; the step only takes its place in the order.
+    """
+
+    plan: BatchPlan
+    row_slots: NDArray[np.int32]
+    row_epochs: NDArray[np.int64]
+    rows: list[Sequence]
+    chunks: list[Sequence]
+    reads: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    lost: bool = False
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence that the step lists, those with a last chunk once in ``rows`` and once in ``chunks``."""
+        yield from self.rows
+        yield from self.chunks
+
+
+@dataclass(slots=True)
+class Inflight:
+    """At most ``max_inflight`` steps; the count that the engine's permits are held against."""
+
+    max_inflight: int
+    _steps: OrderedDict[StepNumber, InflightStep] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[InflightStep]:
+        return iter(self._steps.values())
+
+    def push(self, step: InflightStep) -> None:
+        assert len(self._steps) < self.max_inflight, "more steps than permits"
+        self._steps[step.plan.step] = step
+
+    def get(self, step: StepNumber) -> InflightStep:
+        return self._steps[step]
+
+    def pop(self, step: StepNumber) -> InflightStep:
+        """The oldest step; any other is a lander that commits out of order."""
+        oldest = next(iter(self._steps))
+        assert step == oldest, f"step {step} landed before step {oldest}"
+        return self._steps.pop(step)
