@@ -39,14 +39,14 @@ def fit_max_tokens(limits: Limits, num_prompt: int, max_tokens: int | None, defa
     if max_tokens is None:
         if num_prompt >= room:
             raise ContextLengthExceeded(
-                f"The prompt has {num_prompt} tokens, but the model's context holds {room} with at least one token of output."
+                f"The prompt has {num_prompt} tokens, but the context holds {room}, one token of output included."
             )
         return min(room - num_prompt, default if default is not None else room)
     if num_prompt + max_tokens > room:
         what = "the model's context" if limits.max_model_len <= limits.pool_tokens else "the KV cache"
         raise ContextLengthExceeded(
-            f"The prompt has {num_prompt} tokens and {max_tokens} more were asked for: {num_prompt + max_tokens} in all, "
-            f"but {what} holds {room} tokens.",
+            f"The prompt has {num_prompt} tokens and {max_tokens} more were asked for: "
+            f"{num_prompt + max_tokens} in all, but {what} holds {room} tokens.",
             param="max_tokens" if num_prompt < room else None,
         )
     return max_tokens

@@ -86,12 +86,12 @@ class BlockLedger:
         return blocks
 
     def publish(self, block: BlockId) -> None:
-        """writing -> readonly: the block is full, its last writer has landed. The caller enters it in the prefix table."""
+        """writing -> readonly: the block is full, its last writer has landed. The caller hashes it."""
         self._move(block, BlockMove.PUBLISH)
         self._references[block] = 1
 
     def acquire(self, block: BlockId) -> None:
-        """One more reference to a block found in the prefix table; a cached one becomes readonly, whatever its fence."""
+        """One more reference to a block of the prefix table; a cached one becomes readonly, whatever its fence."""
         if self._state[block] is BlockState.CACHED:
             self._move(block, BlockMove.HIT)
             self._cached.discard(block)

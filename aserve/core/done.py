@@ -1,4 +1,4 @@
-"""Stage 5: finished sequences of which rows may still be in flight. (Their reader's side waits in ``engine/stream``.)"""
+"""Stage 5: finished sequences of which rows may still be in flight. (Their readers wait in ``engine/stream``.)"""
 
 import heapq
 

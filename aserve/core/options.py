@@ -10,24 +10,39 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """Section ``[scheduler]``, filled in by the model's side when it is loaded: ``num_blocks`` and ``max_model_len`` of 0 are decided there."""
+    """Section ``[scheduler]``. Where ``num_blocks`` or ``max_model_len`` is 0, the model's side decides at start."""
 
     max_num_seqs: int = _option(64, "Sequences that run at once: rows of the slot table.")
-    max_num_batched_tokens: int = _option(512, "Token budget of a step; decode rows first, prompt chunks fill the rest.")
-    max_model_len: int = _option(0, "Longest prompt plus output in tokens; 0 takes the model's own, cut to the KV pool.")
+    max_num_batched_tokens: int = _option(
+        512, "Token budget of a step; decode rows first, prompt chunks fill the rest."
+    )
+    max_model_len: int = _option(
+        0, "Longest prompt plus output in tokens; 0 takes the model's own, cut to the KV pool."
+    )
     block_size: int = _option(16, "Tokens in a KV block.")
     num_blocks: int = _option(0, "KV blocks in the pool (at least 8); 0 sizes the pool from memory.")
     max_inflight: int = _option(4, "Steps launched and not landed, 1 to 8: a cap, not a goal.")
     policy: Literal["sync", "overlap", "eager"] = _option(
-        "overlap", "When to launch: after each landing, with one step queued behind the running one, or up to max_inflight."
+        "overlap",
+        "When to launch: after each landing, with one step queued behind the running one, or up to max_inflight.",
     )
     queue_order: Literal["fcfs", "priority"] = _option("fcfs", "Order of the waiting queue.")
-    enable_prefix_caching: bool = _option(True, "Keep the blocks of finished prompts for later requests that share a prefix.")
+    enable_prefix_caching: bool = _option(
+        True, "Keep the blocks of finished prompts for later requests that share a prefix."
+    )
     watermark: float = _option(0.01, "Share of the pool that admission leaves free for sequences that already run.")
     long_prefill_threshold: int = _option(2048, "Prompts with more uncomputed tokens than this count as long.")
-    max_long_partial_prefills: int = _option(2, "Long prompts that prefill at once; shorter ones overtake further ones.")
+    max_long_partial_prefills: int = _option(
+        2, "Long prompts that prefill at once; shorter ones overtake further ones."
+    )
     prefill_ageing_steps: int = _option(16, "Steps after which an overtaken prompt goes first again.")
-    sampler: Literal["device", "host"] = _option("device", "Where tokens are sampled; on the host each sequence has one row in flight.")
-    hash_bits: int = _option(256, "Bits of the prefix hash that are used (1 to 256); few bits are for tests of collisions.")
+    sampler: Literal["device", "host"] = _option(
+        "device", "Where tokens are sampled; on the host each sequence has one row in flight."
+    )
+    hash_bits: int = _option(
+        256, "Bits of the prefix hash that are used (1 to 256); few bits are for tests of collisions."
+    )
     force_preempt_every: int = _option(0, "Preempt the last running sequence every N steps; for tests, 0 is off.")
-    check_invariants_every: int = _option(0, "Recount all state every N landings and when idle; for debugging, 0 is off.")
+    check_invariants_every: int = _option(
+        0, "Recount all state every N landings and when idle; for debugging, 0 is off."
+    )

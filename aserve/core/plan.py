@@ -99,7 +99,8 @@ class BatchPlan:
 class Logprobs:
     """Log-probabilities under the model's own distribution, before temperature and filters.
 
-    token_logprobs: float32 [R]. ranks: int32 [R], 1 is the most likely. top_ids: int32 [R, K]; top_logprobs: float32 [R, K].
+    token_logprobs: float32 [R]. ranks: int32 [R], 1 is the most likely. top_ids: int32 [R, K]. top_logprobs:
+    float32 [R, K].
     """
 
     token_logprobs: NDArray[np.float32]

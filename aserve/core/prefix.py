@@ -6,6 +6,7 @@ parent, tokens and salt themselves, so equal keys of different content never sha
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +40,13 @@ class DigestChain:
         self._salt = salt
         self._digests: list[bytes] = []
 
-    def digest(self, index: int, tokens: NDArray[np.int32]) -> bytes:
-        """Digest of block ``index``; ``tokens`` is the sequence's whole content, of which full blocks never change."""
+    def digest(self, index: int, tokens: Callable[[int, int], NDArray[np.int32]]) -> bytes:
+        """Digest of block ``index``. ``tokens(start, end)`` gives the content, whose full blocks never change."""
         while len(self._digests) <= index:
             i = len(self._digests)
             parent = self._digests[-1] if i else self._salt.encode()
-            content = tokens[i * self._block_size : (i + 1) * self._block_size]
-            self._digests.append(hashlib.sha256(b"%d:%b%b" % (len(parent), parent, content.tobytes())).digest())
+            content = tokens(i * self._block_size, (i + 1) * self._block_size).tobytes()
+            self._digests.append(hashlib.sha256(b"%d:%b%b" % (len(parent), parent, content)).digest())
         return self._digests[index]
 
 
@@ -95,7 +96,7 @@ class PrefixTable:
 
 
 class EvictionOrder:
-    """The cached blocks, least recently released first. Those with a fence ahead wait apart: evicting them frees nothing.
+    """The cached blocks, least recently released first. Those with a fence ahead wait apart: evicting frees none.
 
     A sequence releases its blocks from the last to the first, so a prefix is evicted from its end and no block outlives
     the parent that leads to it.

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from aserve.core.ids import NO_STEP, BlockId, SequenceId, Slot, StepNumber
 from aserve.core.prefix import ROOT, DigestChain
-from aserve.core.request import FinishReason, SequenceSpec
+from aserve.core.request import SequenceSpec
 from aserve.core.transitions import SEQUENCE, SequenceMove, SequenceState, Story, move
 
 
@@ -16,10 +16,10 @@ class Sequence:
     """An identity, written by the scheduler only.
 
     order: the place in policy order, smaller first; kept over preemption. chain: digests of its full blocks.
-    num_computed: tokens whose K/V a landed step has written; while decoding one less than ``len``.
-    num_launched: tokens that steps have been launched for. goal: what the current prefill has to cover.
-    last_step: its newest launched step. num_published: leading blocks that are readonly.
-    prefix_tip: prefix id of the last published block, None once its chain left the table (a key taken by other content).
+    goal: tokens that its present prefill has to cover. num_published: its leading blocks that are readonly.
+    prefix_tip: prefix id of the last published block, None once its chain left the table (key taken by other content).
+    last_step: its newest launched step, right once it has given back its slot; before that ``SlotBook.last_step`` is.
+    num_passed_over: steps in which a later one went before it.
     """
 
     spec: SequenceSpec
@@ -31,18 +31,15 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     slot: Slot | None = None
     blocks: list[BlockId] = field(default_factory=list)
-    num_computed: int = 0
-    num_launched: int = 0
     goal: int = 0
     last_step: StepNumber = NO_STEP
     num_published: int = 0
     prefix_tip: int | None = ROOT
     join_due: bool = False
     num_admissions: int = 0
-    num_steps_passed_over: int = 0
+    num_passed_over: int = 0
     num_prompt_logprobs: int = 0
     num_uncached_at_door: int = 0
-    finish_reason: FinishReason | None = None
 
     @property
     def id(self) -> SequenceId:
@@ -56,12 +53,12 @@ class Sequence:
         return len(self.spec.prompt) + len(self.output)
 
     @property
-    def max_length(self) -> int:
-        return len(self.spec.prompt) + self.spec.params.max_tokens
+    def is_over(self) -> bool:
+        return self.state is SequenceState.FINISHED or self.state is SequenceState.RELEASED
 
     @property
-    def num_prefill_left(self) -> int:
-        return self.goal - self.num_launched
+    def max_length(self) -> int:
+        return len(self.spec.prompt) + self.spec.params.max_tokens
 
     def tokens(self, start: int, end: int) -> NDArray[np.int32]:
         """Tokens [start, end) of prompt and output together."""

@@ -17,9 +17,11 @@ from aserve.core.transitions import SLOT, SlotMove, SlotState, Story, move
 class SlotBook:
     """Slots 0 .. max_num_seqs - 1; every array is indexed by slot. The scheduler is the only writer.
 
-    position: the next position to launch. capacity: tokens that its blocks hold. num_unlanded: sampling rows in flight.
-    end_position: first position that must not be launched, since the row before it samples the last allowed token.
-    length: accepted tokens, prompt included. decoding: whether decode rows may be launched. live: bound and not finished.
+    position: the next position to launch. num_computed: tokens whose K/V a landed step has written; while decoding one
+    less than length. last_step: the newest step that lists the slot. capacity: tokens that its blocks hold.
+    num_unlanded: sampling rows in flight. length: accepted tokens, prompt included. end_position: the first position
+    that must not be launched, since the row before it samples the last allowed token. decoding: whether decode rows may
+    be launched. live: bound and not finished.
     """
 
     def __init__(self, max_num_seqs: int, story: Story) -> None:
@@ -27,13 +29,14 @@ class SlotBook:
         self.owner: list[Sequence | None] = [None] * max_num_seqs
         self.state = [SlotState.FREE] * max_num_seqs
         self._story = story
-        self._fence = [NO_STEP] * max_num_seqs
         self._free = list(range(max_num_seqs))  # a heap: low slots first keeps the table dense
         self._retiring: list[tuple[StepNumber, Slot]] = []
         self.epoch = np.zeros(max_num_seqs, np.int64)
         self.live = np.zeros(max_num_seqs, np.bool_)
         self.decoding = np.zeros(max_num_seqs, np.bool_)
         self.position = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.last_step = np.zeros(max_num_seqs, np.int64)
         self.capacity = np.zeros(max_num_seqs, np.int32)
         self.end_position = np.zeros(max_num_seqs, np.int32)
         self.num_unlanded = np.zeros(max_num_seqs, np.int32)
@@ -66,6 +69,7 @@ class SlotBook:
         self.live[slot] = True
         self.decoding[slot] = False
         self.num_unlanded[slot] = 0
+        self.last_step[slot] = NO_STEP
         self.length[slot] = len(sequence)
         self.min_length[slot] = sequence.num_prompt + params.min_tokens
         self.max_length[slot] = sequence.max_length
@@ -78,17 +82,18 @@ class SlotBook:
     def epoch_of(self, slot: Slot) -> Epoch:
         return Epoch(int(self.epoch[slot]))
 
-    def retire(self, slot: Slot, last_step: StepNumber, landed: StepNumber) -> None:
-        """bound -> retiring, and on to free if its owner's newest step has landed already."""
+    def retire(self, slot: Slot, landed: StepNumber) -> StepNumber:
+        """bound -> retiring, and on to free if the newest step that lists it has landed already. Returns that step."""
         self._move(slot, SlotMove.RETIRE)
         self.owner[slot] = None
         self.live[slot] = False
         self.decoding[slot] = False
-        self._fence[slot] = last_step
+        last_step = StepNumber(int(self.last_step[slot]))
         if last_step <= landed:
             self._reclaim(slot)
         else:
             heapq.heappush(self._retiring, (last_step, slot))
+        return last_step
 
     def advance(self, landed: StepNumber) -> None:
         while self._retiring and self._retiring[0][0] <= landed:

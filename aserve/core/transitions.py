@@ -1,4 +1,4 @@
-"""Every state machine of the core as a table. A pair that is absent is an error: nothing changes and the story is told."""
+"""Every state machine of the core as a table. An absent pair is an error: nothing changes and the story is told."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -114,7 +114,7 @@ class Story:
 
 
 def move(table: Mapping[tuple[S, M], S], kind: str, ident: int, state: S, step: M, story: Story) -> S:
-    """The state after ``step``. Raises IllegalTransition, with the thing's recent story, if the table has no such move."""
+    """The state after ``step``. Raises IllegalTransition, with the recent story, if the table has no such move."""
     after = table.get((state, step))
     if after is None:
         recent = ", ".join(story.of(kind, ident)) or "nothing noted"

@@ -1,0 +1,131 @@
+"""An independent recount of the scheduler's state. Every fixture runs it; debug builds run it while serving."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aserve.core.ids import BlockId
+from aserve.core.transitions import BlockState, SequenceState, SlotState
+from aserve.errors import InvariantViolated
+
+if TYPE_CHECKING:
+    from aserve.core.inflight import InflightStep
+    from aserve.core.scheduler import Scheduler
+
+_RUNNING = (SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PREEMPTING)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise InvariantViolated(sentence)
+
+
+def check(scheduler: "Scheduler") -> None:
+    """Raise InvariantViolated if anything disagrees with a recount from scratch. Costs a pass over all blocks."""
+    _check_blocks(scheduler)
+    _check_queues(scheduler)
+    _check_slots(scheduler)
+    if scheduler.is_idle:
+        _check_idle(scheduler)
+
+
+def check_reads(scheduler: "Scheduler", step: "InflightStep") -> None:
+    """I8: no block that a step was composed with was handed out again before the step landed."""
+    assert step.reads is not None
+    blocks, generations = step.reads
+    changed = blocks[scheduler.ledger.generation[blocks] != generations]
+    _require(not len(changed), f"step {step.plan.step} read blocks {changed.tolist()} that were handed out again")
+    free = [block for block in blocks.tolist() if scheduler.ledger.state(BlockId(block)) is BlockState.FREE]
+    _require(not free, f"step {step.plan.step} read blocks {free} that had become free")
+
+
+def _check_blocks(scheduler: "Scheduler") -> None:
+    ledger = scheduler.ledger
+    blocks = [BlockId(block) for block in range(1, ledger.num_blocks + 1)]
+    states = Counter(ledger.state(block) for block in blocks)
+    counted = (states[BlockState.FREE], states[BlockState.CACHED], states[BlockState.PENDING])
+    kept = (ledger.num_free, ledger.num_cached, ledger.num_pending)
+    _require(counted == kept, f"free, cached, pending blocks: counted {counted}, the ledger says {kept}")
+    users: Counter[BlockId] = Counter(block for s in scheduler.ready for block in s.blocks)
+    for block in blocks:
+        state, references = ledger.state(block), ledger.references(block)
+        if state is BlockState.READONLY:
+            _require(references == users[block] >= 1, f"block {block}: {references} references, {users[block]} users")
+        else:
+            _require(references == 0, f"block {block} is {state} with {references} references")
+        if state is BlockState.WRITING:
+            _require(users[block] == 1, f"block {block} is writing with {users[block]} owners")
+        if state in (BlockState.FREE, BlockState.CACHED, BlockState.PENDING):
+            _require(users[block] == 0, f"block {block} is {state} but listed by a sequence")
+        if state is BlockState.PENDING:
+            _require(ledger.fence(block) > ledger.landed, f"block {block} is pending behind a fence that has passed")
+        if state is BlockState.CACHED:
+            _require(scheduler.prefix.has(block), f"block {block} is cached without a hash")
+    for block in scheduler.prefix.blocks():
+        held = ledger.state(block) in (BlockState.READONLY, BlockState.CACHED)
+        _require(held, f"block {block} is in the prefix table but {ledger.state(block)}")
+
+
+def _check_queues(scheduler: "Scheduler") -> None:
+    waiting, ready = list(scheduler.waiting), list(scheduler.ready)
+    for name, queue in (("waiting", waiting), ("ready", ready)):
+        orders = [sequence.order for sequence in queue]
+        _require(orders == sorted(orders), f"the {name} queue is out of order")
+    _require(all(s.state is SequenceState.WAITING for s in waiting), "a sequence in the waiting queue is not waiting")
+    _require(all(not s.blocks and s.slot is None for s in waiting), "a waiting sequence owns blocks or a slot")
+    _require(all(s.state in _RUNNING for s in ready), "a sequence in the ready queue does not run")
+    tokens = sum(s.num_uncached_at_door for s in waiting)
+    _require(
+        tokens == scheduler.waiting.num_tokens, f"{tokens} tokens wait, the queue says {scheduler.waiting.num_tokens}"
+    )
+    num_known = len(waiting) + len(ready) + len(scheduler.done)
+    _require(
+        num_known == len(scheduler.sequences), f"{num_known} sequences in queues, {len(scheduler.sequences)} known"
+    )
+
+
+def _check_slots(scheduler: "Scheduler") -> None:
+    book, size = scheduler.slots, scheduler.options.block_size
+    states = Counter(book.state)
+    counted = (states[SlotState.FREE], states[SlotState.RETIRING], states[SlotState.BOUND])
+    kept = (book.num_free, book.num_retiring, len(scheduler.ready))
+    _require(counted == kept, f"free, retiring, bound slots: counted {counted}, kept {kept}")
+    for sequence in scheduler.ready:
+        slot = sequence.slot
+        assert slot is not None
+        _require(book.owner[slot] is sequence, f"slot {slot} is not owned by sequence {sequence.id}, which claims it")
+        _require(
+            int(book.length[slot]) == len(sequence), f"slot {slot}: length {book.length[slot]}, not {len(sequence)}"
+        )
+        _require(
+            int(book.capacity[slot]) == len(sequence.blocks) * size, f"slot {slot}: capacity is not that of its blocks"
+        )
+        _require(int(book.position[slot]) <= int(book.capacity[slot]), f"slot {slot} was launched beyond its blocks")
+        _require(
+            int(book.num_computed[slot]) <= int(book.position[slot]), f"slot {slot} computed more than was launched"
+        )
+        if sequence.num_published * size > int(book.num_computed[slot]):
+            raise InvariantViolated(f"sequence {sequence.id} published blocks that are not computed")
+        readable = [scheduler.ledger.state(block) is BlockState.READONLY for block in sequence.blocks]
+        expected = [index < sequence.num_published for index in range(len(readable))]
+        _require(
+            readable == expected,
+            f"sequence {sequence.id}: its readonly blocks are not its {sequence.num_published} published",
+        )
+    num_rows: Counter[int] = Counter()
+    for step in scheduler.inflight:
+        alive = book.live[step.row_slots] & (book.epoch[step.row_slots] == step.row_epochs)
+        num_rows.update(step.row_slots[alive].tolist())
+    for row in np.flatnonzero(book.live).tolist():
+        unlanded = int(book.num_unlanded[row])
+        _require(num_rows[row] == unlanded, f"slot {row}: {num_rows[row]} rows in flight, not {unlanded}")
+
+
+def _check_idle(scheduler: "Scheduler") -> None:
+    """I1 and I4: at idle nothing is writing, readonly or pending, and everything has been given back."""
+    ledger = scheduler.ledger
+    _require(ledger.num_free + ledger.num_cached == ledger.num_blocks, "blocks are held though nothing runs")
+    _require(scheduler.slots.num_free == scheduler.slots.max_num_seqs, "slots are held though nothing runs")
+    _require(not scheduler.sequences, f"{len(scheduler.sequences)} sequences are known though nothing runs")
+    _require(scheduler.waiting.num_tokens == 0, "tokens wait though nothing waits")
