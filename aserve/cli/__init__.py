@@ -1,0 +1,1 @@
+"""The commands of ``python -m aserve``, one module each, thin: arguments in, exit code out."""
