@@ -1,0 +1,33 @@
+"""Options of the log and of the metrics."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """Section ``[log]``."""
+
+    level: Literal["debug", "info", "warning", "error"] = _option("info", "Records below this level are not made.")
+    format: Literal["auto", "json", "pretty"] = _option(
+        "auto", "JSON lines, or coloured lines for people; auto is pretty on a terminal."
+    )
+    file: str = _option("", "Append to this file, which may be rotated at any time; empty is standard error.")
+    ring_size: int = _option(8192, "Records that wait to be written; the oldest are dropped and counted.")
+    flush_interval_ms: int = _option(100, "How often waiting records are written.")
+    close_timeout_s: float = _option(2.0, "How long the end of the program waits for the last records to be written.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsOptions:
+    """Section ``[metrics]``."""
+
+    vllm_names: bool = _option(
+        True, "Report under the vllm:* names too, which existing dashboards and autoscalers read."
+    )
+    process: bool = _option(True, "Report memory, CPU time and open files of the process.")
+    loop_lag_interval_ms: int = _option(20, "How often the lateness of the event loop is sampled; 0 is never.")
