@@ -1,0 +1,77 @@
+"""No reply carries a token of another: a short ghost hunt, and the proof that the hunt finds ghosts.
+
+Each planted fault is one of a kind that real servers had. It must show as wrong output alone: the generation check, the
+recount and the device's own assertions are off.
+"""
+
+import pytest
+from ghost_hunt import hunt
+
+from aserve.core.blocks import BlockLedger
+from aserve.core.ids import StepNumber
+from aserve.core.scheduler import Scheduler
+from aserve.core.slots import SlotBook
+from aserve.testing import DeviceBugs
+
+
+@pytest.mark.parametrize("max_inflight", [4, 8])
+def test_no_ghosts(max_inflight):
+    """Thousands of requests with shared prefixes, aborts, failures and preemptions: not one wrong token."""
+    catch = hunt(4000, seed=max_inflight, max_inflight=max_inflight)
+
+    assert catch.wrong == []
+    assert catch.num_requests == 4000
+    assert min(catch.num_aborted, catch.num_failed, catch.num_preemptions, catch.num_prefix_hits) > 50
+
+
+class HashesAtLaunch(Scheduler):
+    """The planted fault: a block is published when its writer is composed, not when it has landed."""
+
+    def _take_chunk(self, sequence, *args):
+        chunk = super()._take_chunk(sequence, *args)
+        self.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
+        self._publish(sequence)
+        return chunk
+
+
+def free_blocks_early(monkeypatch):
+    """The planted fault: a block's fence is one step short."""
+    release = BlockLedger.release
+
+    def release_early(ledger, block, last_step):
+        release(ledger, block, StepNumber(max(last_step - 1, 0)))
+
+    monkeypatch.setattr(BlockLedger, "release", release_early)
+
+
+def free_slots_early(monkeypatch):
+    """The planted fault: a slot is free as soon as its sequence has left it."""
+    retire = SlotBook.retire
+
+    def retire_at_once(book, slot, landed):
+        last_step = StepNumber(int(book.last_step[slot]))
+        retire(book, slot, last_step)
+        return last_step
+
+    monkeypatch.setattr(SlotBook, "retire", retire_at_once)
+
+
+PLANTED = {
+    "a block freed a step early": (free_blocks_early, {}),
+    "a slot reused without its fence": (free_slots_early, {}),
+    "staging reused": (None, {"bugs": DeviceBugs(staging_reused=True)}),
+    "a hash entered at launch": (None, {"scheduler": HashesAtLaunch}),
+    "a done row writing": (None, {"bugs": DeviceBugs(done_rows_write=True)}),
+    "a stale result word": (None, {"bugs": DeviceBugs(stale_result_words=True)}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_show_in_the_output(name, monkeypatch):
+    """Every planted fault brings a wrong token within a thousand requests."""
+    plant, knobs = PLANTED[name]
+    if plant is not None:
+        plant(monkeypatch)
+    catch = hunt(1000, max_inflight=8, stop_at_first=True, **knobs)
+
+    assert catch.wrong, f"{name}: {catch.num_requests} requests and nothing wrong"
