@@ -1,0 +1,206 @@
+"""A result for people (a table) and for programs (JSON with every sample). Pure."""
+
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from loadgen import __version__, codec
+from loadgen.arrivals import ClosedLoop
+from loadgen.metrics import Distribution, FromTimes, Summary
+from loadgen.options import RunOptions
+from loadgen.result import RunResult
+from loadgen.sample import Sample
+
+SCHEMA = 1
+"""Raised whenever a reader of the JSON would have to change."""
+
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+_RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
+
+
+def table(result: RunResult, summary: Summary, *, is_colored: bool) -> str:
+    """Return the report for a terminal, ended by a newline."""
+    options = result.options
+    target = options.target
+    lines = [
+        f"{options.template.model} at {'https' if target.is_tls else 'http'}://{target.host}:{target.port}{target.path}",
+        f"{_arrivals(options)}, seed {options.seed}, {_plural(options.num_processes, 'process', 'processes')}",
+        "",
+        *_counts(summary, is_colored),
+        *_throughput(summary),
+        "",
+        *_latencies(summary),
+        "",
+        *_client(summary, is_colored),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def to_json(result: RunResult, summary: Summary) -> bytes:
+    """Return everything that is known of a run, but for keys and prompts."""
+    options = result.options
+    return codec.dumps(
+        {
+            "schema": SCHEMA,
+            "loadgen": __version__,
+            "started_at": datetime.fromtimestamp(result.started_at, UTC).isoformat(),
+            "environment": {
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "loop": result.loop_name,
+                "json": "orjson" if codec.HAS_ORJSON else "json",
+            },
+            "options": _options(options),
+            "summary": asdict(summary),
+            "processes": [
+                {
+                    "process": d.process,
+                    "wall_s": d.wall_s,
+                    "cpu_s": d.cpu_s,
+                    "cpu_shares": d.cpu_shares.tolist(),
+                    "num_held_back": d.num_held_back,
+                    "loop_lag_ms": [round(lag * 1e3, 3) for lag in d.loop_lag_s],
+                }
+                for d in result.drivers
+            ],
+            "requests": [_request(sample) for sample in result.samples],
+        }
+    )
+
+
+def _request(sample: Sample) -> dict[str, Any]:
+    answer = sample.answer
+    return {
+        "index": sample.index,
+        "process": sample.process,
+        "intended_s": round(sample.intended_s, 6),
+        "sent_s": None if sample.sent_s is None else round(sample.sent_s, 6),
+        "end_s": round(sample.end_s, 6),
+        "lag_ms": round(sample.lag_s * 1e3, 3),
+        "connect_ms": None if sample.connect_s is None else round(sample.connect_s * 1e3, 3),
+        "status": sample.status,
+        "error": sample.error_name or None,
+        "detail": sample.detail,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "num_bytes": answer.num_bytes,
+        "first_byte_us": None if answer.first_byte_ns is None else answer.first_byte_ns // 1000,
+        "event_us": [ns // 1000 for ns in answer.event_ns],
+        "event_tokens": answer.event_tokens.tolist(),
+    }
+
+
+def _options(options: RunOptions) -> dict[str, Any]:
+    template = options.template
+    return {
+        "host": options.target.host,
+        "port": options.target.port,
+        "path": options.target.path,
+        "model": template.model,
+        "endpoint": template.endpoint,
+        "max_tokens": template.max_tokens,
+        "temperature": template.temperature,
+        "ignore_eos": template.ignore_eos,
+        "usage": template.usage,
+        "extra_body": dict(template.extra),
+        "arrivals": {"kind": type(options.arrivals).__name__, **asdict(options.arrivals)},
+        "num_requests": options.num_requests,
+        "duration_s": options.duration_s,
+        "num_warmup_requests": options.num_warmup_requests,
+        "warmup_s": options.warmup_s,
+        "cooldown_s": options.cooldown_s,
+        "timeout_s": options.timeout_s,
+        "connect_timeout_s": options.connect_timeout_s,
+        "max_inflight": options.max_inflight,
+        "num_processes": options.num_processes,
+        "seed": options.seed,
+        "labels": dict(options.labels),
+    }
+
+
+def _arrivals(options: RunOptions) -> str:
+    arrivals = options.arrivals
+    if isinstance(arrivals, ClosedLoop):
+        return f"closed loop, {arrivals.concurrency} at once"
+    return f"Poisson arrivals, {arrivals.rate:g} requests/s, at most {options.max_inflight} at once"
+
+
+def _counts(summary: Summary, is_colored: bool) -> list[str]:
+    num_failed = summary.num_requests - summary.num_ok
+    lines = [f"requests    {summary.num_ok:,} ok, {num_failed:,} failed in {summary.throughput.window_s:,.1f} s"]
+    if summary.num_measured != summary.num_ok:
+        lines.append(f"            latencies of {summary.num_measured:,}: the others belong to warm-up or cool-down")
+    for name, count in summary.errors.items():
+        lines.append(_red(f"            {count:,} × {name}: {summary.error_details[name][:100]}", is_colored))
+    return lines
+
+
+def _throughput(summary: Summary) -> list[str]:
+    throughput = summary.throughput
+    tokens = "events" if throughput.is_output_counted_by_events else "tokens"
+    parts = [f"{throughput.requests_per_s:,.2f} requests/s"]
+    if throughput.input_tokens_per_s is not None:
+        parts.append(f"{throughput.input_tokens_per_s:,.1f} input tokens/s")
+    parts.append(f"{throughput.output_tokens_per_s:,.1f} output {tokens}/s")
+    lines = [f"throughput  {', '.join(parts)}"]
+    lengths = [
+        f"{name} mean {d.mean:,.1f}, {d.min:,.0f} to {d.max:,.0f}"
+        for name, d in (("prompt", summary.prompt_tokens), (f"output {tokens}", summary.output_tokens))
+        if d is not None
+    ]
+    return [*lines, f"lengths     {'; '.join(lengths)}"] if lengths else lines
+
+
+def _latencies(summary: Summary) -> Iterable[str]:
+    yield f"{'ms':<34}{''.join(f'{column:>10}' for column in _COLUMNS)}{'n':>10}"
+    yield from _pair("TTFT, first content", summary.first_content_ms)
+    yield from _pair("TTFT, any byte", summary.first_byte_ms)
+    yield from _pair("E2E", summary.e2e_ms)
+    yield _row("TPOT", summary.tpot_ms)
+    if summary.inter_token_ms is not None:
+        yield _row("inter-token", summary.inter_token_ms)
+    yield _row("inter-event", summary.inter_event_ms)
+    yield _row("connect", summary.connect_ms)
+
+
+def _pair(name: str, latency: FromTimes) -> Iterable[str]:
+    yield _row(f"{name}, from send", latency.sent)
+    yield _row("  from intended time", latency.intended)
+
+
+def _row(name: str, values: Distribution | None) -> str:
+    if values is None:
+        return f"{name:<34}{'-':>10}"
+    cells = "".join(f"{_ms(getattr(values, column)):>10}" for column in _COLUMNS)
+    return f"{name:<34}{cells}{values.count:>10,}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:,.1f}" if value >= 100 else f"{value:,.2f}"
+
+
+def _client(summary: Summary, is_colored: bool) -> Iterable[str]:
+    client = summary.client
+    lags = [
+        f"{name} lag p99 {_ms(d.p99)} ms, max {_ms(d.max)}"
+        for name, d in (("loop", client.loop_lag_ms), ("send", client.send_lag_ms))
+        if d is not None
+    ]
+    yield f"client      CPU {client.cpu_share:.0%} (p90 of seconds {client.cpu_share_p90:.0%}), {', '.join(lags)}"
+    if client.num_held_back:
+        yield f"            {client.num_held_back:,} requests were held back by the bound of requests in flight"
+    if client.bound_by:
+        causes = " and ".join(client.bound_by)
+        yield _red(f"            client-bound: the figures above are this program's own ({causes})", is_colored)
+
+
+def _red(text: str, is_colored: bool) -> str:
+    return f"{_RED}{text}{_PLAIN}" if is_colored else text
+
+
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
