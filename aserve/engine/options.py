@@ -12,11 +12,15 @@ def _option(default: Any, text: str) -> Any:
 class EngineOptions:
     """Section ``[engine]``."""
 
-    max_queue_requests: int = _option(1024, "Sequences that may wait; a further request is refused with 503 and Retry-After.")
+    max_queue_requests: int = _option(
+        1024, "Sequences that may wait; a further request is refused with 503 and Retry-After."
+    )
     max_queue_tokens: int = _option(0, "Uncached prompt tokens that may wait; 0 takes eight times the KV pool.")
     mailbox_bytes: int = _option(65536, "Text that a stream holds for its reader before it counts as lagging.")
     mailbox_events: int = _option(256, "Deltas that a stream holds before further ones are joined to the last.")
     stall_timeout_s: float = _option(30.0, "A reader that lags for this long loses its request.")
-    request_timeout_s: float = _option(0.0, "Time limit of a request from its arrival; 0 is none. A request may ask for less.")
+    request_timeout_s: float = _option(
+        0.0, "Time limit of a request from its arrival; 0 is none. A request may ask for less."
+    )
     fan_out_slice: int = _option(64, "Streams that a landing is delivered to before the loop gets a turn.")
     watchdog_s: float = _option(120.0, "A step in flight for longer than this means that the device hangs.")

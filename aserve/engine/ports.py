@@ -1,11 +1,11 @@
 """The seams of the engine: what a device and a tokenizer have to offer. Fakes for tests are in ``aserve.testing``."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aserve.core.ids import StepNumber
-from aserve.core.plan import BatchPlan, BatchResult
+from aserve.core.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,4 +102,37 @@ class Tokenizer(Protocol):
     def decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder: ...
 
 
-LandingAwaitable = Awaitable[BatchResult]
+class Observer(Protocol):
+    """Where the engine's timings go (``obs/metrics.py``), in seconds. Called on the hot path: must be cheap."""
+
+    def queue_time(self, seconds: float) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+    def step_landed(self, seconds: float, num_rows: int, num_prefill_tokens: int) -> None: ...
+
+    def request_rejected(self, reason: str) -> None: ...
+
+    def request_finished(
+        self, reason: str, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
+    ) -> None: ...
+
+
+class NullObserver:
+    """Observes nothing."""
+
+    def queue_time(self, seconds: float) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def inter_token(self, seconds: float) -> None: ...
+
+    def step_landed(self, seconds: float, num_rows: int, num_prefill_tokens: int) -> None: ...
+
+    def request_rejected(self, reason: str) -> None: ...
+
+    def request_finished(
+        self, reason: str, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
+    ) -> None: ...

@@ -1,0 +1,443 @@
+"""The engine's facade: calls in, streams out, and the tasks in between."""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from aserve.core import events
+from aserve.core.actions import Action, DeliverTokens, Launch
+from aserve.core.admission import Limits, admit, fit_max_tokens
+from aserve.core.ids import SequenceId
+from aserve.core.options import SchedulerOptions
+from aserve.core.plan import BatchPlan
+from aserve.core.request import MAX_STOP_IDS, FinishReason, SamplingParams, SequenceSpec
+from aserve.core.scheduler import Scheduler
+from aserve.engine.deliver import Choice, Deliverer
+from aserve.engine.generation import GenerationRequest
+from aserve.engine.lander import Lander
+from aserve.engine.loop import LaunchLoop
+from aserve.engine.options import EngineOptions
+from aserve.engine.permits import Permits
+from aserve.engine.ports import NullObserver, Observer, Runner, RunnerInfo, Tokenizer
+from aserve.engine.stream import TokenStream
+from aserve.errors import DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
+from aserve.faults import hit
+from aserve.obs.log import Logger
+from aserve.text.stops import StopMatcher
+
+_QUEUED_POOLS = 8  # default bound of the waiting prompt tokens, in KV pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """A moment's figures and totals since start. Blocks in tokens: times block_size."""
+
+    num_waiting: int
+    num_waiting_tokens: int
+    num_running: int
+    num_inflight: int
+    num_streams: int
+    num_blocks: int
+    num_blocks_free: int
+    num_blocks_cached: int
+    num_blocks_pending: int
+    kv_usage: float
+    num_accepted: int
+    num_rejected: int
+    num_finished: dict[str, int]
+    num_steps: int
+    num_failed_steps: int
+    num_rows: int
+    num_prefill_tokens: int
+    num_preemptions: int
+    num_wasted_rows: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    runner: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """alive: the engine can still make progress. ready: it would take a request now. reason: why not."""
+
+    alive: bool
+    ready: bool
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One open request."""
+
+    request: GenerationRequest
+    stream: TokenStream
+    sequences: list[SequenceId]
+    deadline: asyncio.TimerHandle | None = None
+
+
+def _mix(seed: int, index: int) -> int:
+    """The 64-bit key of a group's child: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of seed and index."""
+    mask = (1 << 64) - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+class Engine:
+    """Owns the scheduler, three tasks (launching, landing, delivering) and every open stream.
+
+    Everything runs on the loop of ``start``; no method blocks. After a sticky device error or a fault of its own the
+    engine is dead: every open stream ends in ERROR, every later submit raises EngineDead, ``wait_dead`` returns.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        scheduler_options: SchedulerOptions | None = None,
+        engine_options: EngineOptions | None = None,
+        *,
+        observer: Observer | None = None,
+        log: Logger | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        info = runner.info
+        self.options = engine_options or EngineOptions()
+        self.info: RunnerInfo = info
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(
+            scheduler_options or SchedulerOptions(),
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+        )
+        self._runner = runner
+        self._observer = observer or NullObserver()
+        self._log = log or Logger.silent()
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._permits = Permits(self.scheduler.options.max_inflight)
+        self._lander = Lander(self._commit, self._clock)
+        self._launcher = LaunchLoop(
+            self.scheduler, runner, self._permits, self._lander, carry_out=self._carry_out, clock=self._clock
+        )
+        self._deliverer = Deliverer(
+            self.options.fan_out_slice,
+            self._observer,
+            on_stop=self._on_stop_matched,
+            on_end=self._on_choice_ended,
+            clock=self._clock,
+        )
+        self._eos_ids = frozenset(info.eos_ids)
+        self._calls: dict[str, _Call] = {}
+        self._sequence_ids = itertools.count(1)
+        self._num_accepted = 0
+        self._num_rejected = 0
+        self._num_finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
+        self._is_draining = False
+        self._has_no_calls = asyncio.Event()
+        self._has_no_calls.set()
+        self._death: BaseException | None = None
+        self._died = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+
+    # --- life
+
+    async def start(self) -> None:
+        hit("engine.start")
+        self._main = asyncio.create_task(self._run(), name="aserve engine")
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._launcher.run(), name="aserve launch")
+                tasks.create_task(self._lander.run(), name="aserve land")
+                tasks.create_task(self._deliverer.run(), name="aserve deliver")
+                tasks.create_task(self._watch(), name="aserve watchdog")
+        except* Exception as group:
+            error = group.exceptions[0]
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            self._die(error)
+
+    async def _watch(self) -> None:
+        """Raise if the oldest step is overdue: a device that hangs raises nothing by itself."""
+        while True:
+            await asyncio.sleep(min(1.0, self.options.watchdog_s / 4))
+            age_s = self._lander.oldest_age_s()
+            if age_s > self.options.watchdog_s:
+                raise DeviceLost(f"A step has been on the device for {age_s:.1f} s: the device hangs.")
+
+    def _die(self, error: BaseException) -> None:
+        self._death = error
+        self._log.error("engine.died", error=f"{type(error).__name__}: {error}", exc_info=error)
+        sentence = f"The engine has stopped: {error}"
+        for choice in list(self._deliverer.choices.values()):
+            self._deliverer.end(choice, FinishReason.ERROR, error=sentence)
+        self._died.set()
+
+    async def wait_dead(self) -> BaseException:
+        """Until the engine dies of a fault; returns the fault."""
+        await self._died.wait()
+        assert self._death is not None
+        return self._death
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, let what is open finish for up to ``timeout_s``, then end the rest in ABORT."""
+        hit("engine.drain")
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_no_calls.wait()
+        except TimeoutError:
+            for call in list(self._calls.values()):
+                self._end_call(call, FinishReason.ABORT, "The server is shutting down.")
+            await asyncio.sleep(0)
+
+    async def aclose(self) -> None:
+        """Stop the tasks, end what is still open, wait for the device. Idempotent."""
+        self._is_draining = True
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.gather(self._main, return_exceptions=True)
+            self._main = None
+        for choice in list(self._deliverer.choices.values()):
+            self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
+        await self._runner.aclose()
+
+    # --- calls
+
+    @property
+    def _limits(self) -> Limits:
+        pool_tokens = self.info.num_blocks * self.info.block_size
+        return self.scheduler.limits(
+            self.options.max_queue_requests, self.options.max_queue_tokens or _QUEUED_POOLS * pool_tokens
+        )
+
+    def fit(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None = None) -> int:
+        """The output length to use, as ``core.admission.fit_max_tokens``."""
+        return fit_max_tokens(self._limits, num_prompt_tokens, max_tokens, default)
+
+    def submit_nowait(self, request: GenerationRequest) -> TokenStream:
+        """Take a call and return its stream.
+
+        Raises EngineDead, Draining, Overloaded (with ``retry_after_s``), ContextLengthExceeded or InvalidRequest;
+        nothing is held after a raise.
+        """
+        hit("engine.submit")
+        now = self._clock()
+        if self._death is not None:
+            raise EngineDead(f"The engine has stopped: {self._death}")
+        if self._is_draining:
+            self._observer.request_rejected("draining")
+            raise Draining("The server is shutting down.", retry_after_s=1.0)
+        if request.request_id in self._calls:
+            raise InvalidRequest(f"A request with the id {request.request_id!r} is open already.")
+        params = self._params(request)
+        for prompt in request.prompts:
+            self.fit(len(prompt), params.max_tokens)
+        specs = self._specs(request, params, now)
+        waiting = self.scheduler.waiting
+        num_tokens = sum(self.scheduler.num_uncached(spec) for spec in specs) if len(waiting) else 0
+        reject = admit(self._limits, waiting, len(specs), num_tokens, now)
+        if reject is not None:
+            self._num_rejected += len(specs)
+            self._observer.request_rejected("queue_full")
+            raise Overloaded(f"The server is at its limit: {reject.reason}.", retry_after_s=reject.retry_after_s)
+        return self._open(request, specs, now)
+
+    def _params(self, request: GenerationRequest) -> SamplingParams:
+        stop_ids = dict.fromkeys(request.params.stop_token_ids)
+        if not request.ignore_eos:
+            stop_ids |= dict.fromkeys(self.info.eos_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            room = MAX_STOP_IDS - len(self.info.eos_ids)
+            raise InvalidRequest(f"At most {room} stop token ids are possible here.", param="stop_token_ids")
+        return replace(request.params, stop_token_ids=tuple(stop_ids))
+
+    def _specs(self, request: GenerationRequest, params: SamplingParams, now: float) -> list[SequenceSpec]:
+        seed = secrets.randbits(64) if request.seed is None else request.seed
+        specs = []
+        for prompt in request.prompts:
+            for child in range(request.n):
+                sequence = SequenceId(next(self._sequence_ids))
+                leader = None if child == 0 else specs[-child].id
+                specs.append(
+                    SequenceSpec(
+                        id=sequence,
+                        prompt=prompt,
+                        params=params,
+                        seed=_mix(seed, child),
+                        priority=request.priority,
+                        arrival_s=now,
+                        cache_salt=request.cache_salt,
+                        leader=leader,
+                        leads=child == 0 and request.n > 1,
+                    )
+                )
+        return specs
+
+    def _open(self, request: GenerationRequest, specs: list[SequenceSpec], now: float) -> TokenStream:
+        stream = TokenStream(
+            request.request_id,
+            len(specs),
+            self.options,
+            on_close=self._on_stream_closed,
+            on_stall=self._on_stream_stalled,
+            now=now,
+        )
+        stream.usage.prompt_tokens = sum(len(prompt) for prompt in request.prompts)
+        call = _Call(request, stream, [spec.id for spec in specs])
+        limits = [limit for limit in (request.deadline_s, self.options.request_timeout_s) if limit]
+        if limits:
+            loop = asyncio.get_running_loop()
+            call.deadline = loop.call_later(min(limits), self._on_deadline, call)
+        self._calls[request.request_id] = call
+        self._has_no_calls.clear()
+        self._num_accepted += len(specs)
+        for index, spec in enumerate(specs):
+            self._deliverer.choices[spec.id] = Choice(
+                sequence=spec.id,
+                index=index,
+                request=request,
+                stream=stream,
+                is_first=index % request.n == 0,
+                decoder=self.tokenizer.decoder(skip_special_tokens=request.skip_special_tokens),
+                matcher=StopMatcher(request.stop, include=request.include_stop_str_in_output) if request.stop else None,
+                eos_ids=frozenset() if request.ignore_eos else self._eos_ids,
+            )
+            self.scheduler.handle(events.SequenceSubmitted(spec), now)
+        self._launcher.wake()
+        return stream
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, *, owner: str | None = None) -> bool:
+        """End a call. False if there is none with this id, or if ``owner`` is given and it belongs to another."""
+        hit("engine.abort")
+        call = self._calls.get(request_id)
+        if call is None or (owner is not None and call.request.owner != owner):
+            return False
+        self._end_call(call, reason, "The request was aborted.")
+        return True
+
+    def _end_call(self, call: _Call, reason: FinishReason, sentence: str) -> None:
+        """The outside ends what is left of a call: nothing of it is composed any more, its stream is told in order."""
+        for sequence in call.sequences:
+            self._carry_out(self.scheduler.handle(events.SequenceEnded(sequence, reason, sentence), self._clock()))
+        self._launcher.wake()
+
+    def _on_deadline(self, call: _Call) -> None:
+        self._end_call(call, FinishReason.TIMEOUT, "The request's time limit has passed.")
+
+    def _on_stream_stalled(self, stream: TokenStream) -> None:
+        call = self._calls.get(stream.request_id)
+        if call is not None:
+            self._log.warning("request.stalled", request_id=stream.request_id)
+            self._end_call(call, FinishReason.ABORT, "The reader did not keep up.")
+
+    def _on_stream_closed(self, stream: TokenStream) -> None:
+        call = self._calls.get(stream.request_id)
+        if call is None or call.stream is not stream:
+            return
+        self._end_call(call, FinishReason.ABORT, "The reader left.")
+        # Nobody reads what is still queued for delivery: the choices end here and not in their turn.
+        for sequence in call.sequences:
+            choice = self._deliverer.choices.get(sequence)
+            if choice is not None:
+                self._deliverer.end(choice, FinishReason.ABORT)
+
+    # --- what the scheduler wants done
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            assert not isinstance(action, Launch), "only the launch loop launches"
+            self._deliverer.post(action)
+
+    def _commit(self, event: events.StepLanded | events.StepFailed, plan: BatchPlan, seconds: float) -> None:
+        """One landing: commit, write out first tokens, launch what is due, queue the rest. No await in between."""
+        actions = self.scheduler.handle(event, self._clock())
+        self._permits.release()
+        assert self._permits.statistics().num_taken == len(self.scheduler.inflight), "permits and core disagree"
+        if isinstance(event, events.StepFailed):
+            self._log.error("step.failed", step=plan.step, detail=event.detail)
+        rest: list[Action] = []
+        for action in actions:
+            remaining = self._deliverer.take_first_tokens(action) if isinstance(action, DeliverTokens) else action
+            if remaining is not None:
+                rest.append(remaining)
+        # Posted before the launch, which may fail and end some of these sequences: their tokens come first.
+        self._carry_out(rest)
+        self._launcher.launch_due()
+        num_decode_rows = len(plan.rows)
+        self._observer.step_landed(seconds, num_decode_rows, plan.num_tokens - num_decode_rows)
+
+    def _on_stop_matched(self, sequence: SequenceId, token_index: int) -> None:
+        # The choice has ended by its stop string already: the scheduler's Finish finds nobody, and that is right.
+        self.scheduler.handle(events.StopMatched(sequence, token_index), self._clock())
+        self._launcher.wake()
+
+    def _on_choice_ended(self, choice: Choice, reason: FinishReason) -> None:
+        self._num_finished[reason] += 1
+        now, request, stream = self._clock(), choice.request, choice.stream
+        prompt = request.prompts[choice.index // request.n]
+        self._observer.request_finished(
+            reason,
+            now - stream.timings.submitted_s,
+            len(prompt),
+            stream.usage.cached_tokens if choice.is_first else 0,
+            choice.num_output,
+        )
+        call = self._calls[request.request_id]
+        if all(sequence not in self._deliverer.choices for sequence in call.sequences):
+            if call.deadline is not None:
+                call.deadline.cancel()
+            del self._calls[request.request_id]
+            if not self._calls:
+                self._has_no_calls.set()
+
+    # --- looking
+
+    def flush_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns the number of blocks let go. Running requests keep theirs."""
+        before = self.scheduler.ledger.num_cached
+        self.scheduler.handle(events.CacheFlushed(), self._clock())
+        return before
+
+    def statistics(self) -> EngineStatistics:
+        scheduler = self.scheduler
+        ledger, counters = scheduler.ledger, scheduler.counters
+        return EngineStatistics(
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.waiting.num_tokens,
+            num_running=len(scheduler.ready),
+            num_inflight=len(scheduler.inflight),
+            num_streams=len(self._calls),
+            num_blocks=ledger.num_blocks,
+            num_blocks_free=ledger.num_free,
+            num_blocks_cached=ledger.num_cached,
+            num_blocks_pending=ledger.num_pending,
+            kv_usage=1.0 - (ledger.num_free + ledger.num_cached) / ledger.num_blocks,
+            num_accepted=self._num_accepted,
+            num_rejected=self._num_rejected,
+            num_finished=dict(self._num_finished),
+            num_steps=counters.num_steps,
+            num_failed_steps=counters.num_failed_steps,
+            num_rows=counters.num_rows,
+            num_prefill_tokens=counters.num_prefill_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_wasted_rows=counters.num_wasted_rows,
+            num_prefix_queries=counters.num_prefix_queries,
+            num_prefix_hits=counters.num_prefix_hits,
+            runner=self._runner.statistics(),
+        )
+
+    def health(self) -> Health:
+        if self._death is not None:
+            return Health(alive=False, ready=False, reason=f"the engine has stopped: {self._death}")
+        if self._is_draining:
+            return Health(alive=True, ready=False, reason="draining")
+        limits = self._limits
+        if len(self.scheduler.waiting) >= limits.max_queue_requests:
+            return Health(alive=True, ready=False, reason="the queue is full")
+        return Health(alive=True, ready=True, reason="ok")
