@@ -819,6 +819,8 @@ class MemoryRunner:
 
     def _run(self, launched: _Launched, rows: NDArray[np.bool_], chunks: NDArray[np.bool_]) -> None:
         """Run those rows and chunks of a step: read everything, draw, then write everything."""
+        if not rows.any() and not chunks.any():
+            return
         plan, slots, block_size = launched.plan, self._slots, self._info.block_size
         staging = self._staging[plan.step % len(self._staging)]
         (row_indices,) = np.nonzero(rows)
@@ -902,7 +904,8 @@ class MemoryRunner:
         live = ~slots.done[sampled]
         tokens = _draw(sums, slots.seed[sampled], lengths, self._counts[sampled], self._info.vocab_size)
         tokens, ends = slots.settle(sampled, lengths, tokens)
-        invalid = np.isin(results, self._faults.rows.get(plan.step, [])) & live
+        planted = self._faults.rows.get(plan.step)
+        invalid = np.isin(results, planted) & live if planted else np.zeros(len(results), np.bool_)
         flags = np.where(invalid, FLAG_INVALID, np.where(ends | ~live, FLAG_DONE, 0))
         writes = live & ~invalid & ~deferred[results]
         written, new_tokens = sampled[writes], tokens[writes]
