@@ -1,0 +1,416 @@
+"""The endpoints. Each handler takes a Call and returns the answer, or raises an AserveError for the dispatcher to
+send."""
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote
+
+import orjson
+from aiohttp import web
+
+import aserve
+from aserve.core.request import SamplingParams
+from aserve.engine.generation import GenerationRequest
+from aserve.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotFound,
+    RateLimited,
+    Unsupported,
+)
+from aserve.server.answers import collect
+from aserve.server.body import check_json_headers, read_body
+from aserve.server.call import Call, plain_names
+from aserve.server.dialects import ChatDialect, Dialect, TextDialect
+from aserve.server.options import LimitOptions, ServerOptions
+from aserve.server.ports import Engine, Logger, Metrics, Stream
+from aserve.server.prepare import Prepared, Preparer
+from aserve.server.prompt_only import PromptOnly
+from aserve.server.prompts import TemplateChoices, chat_ids, chat_text, check_ids
+from aserve.server.sampling import stop_strings, with_length
+from aserve.server.schema import (
+    ApplyTemplateRequest,
+    ChatRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+    convert,
+    parse_json,
+)
+from aserve.server.stream_sse import stream_events
+from aserve.server.workers import Workers
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+MAX_NOTED_NAMES: Final = 256
+"""Unknown fields that are logged, each once; clients choose the names, so there must be an end."""
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """pattern: a path, with ``{id}`` for the rest of it; also the label in metrics. is_open: needs no key."""
+
+    method: str
+    pattern: str
+    handler: Handler
+    is_open: bool = False
+
+
+class Router:
+    """Finds a route. All routes need a key unless they say otherwise, and so does the search for one that is not
+    there."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._prefixes: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            table = self._prefixes if route.pattern.endswith("{id}") else self._exact
+            table.setdefault(route.pattern.removesuffix("{id}"), {})[route.method] = route
+            if route.method == "GET":
+                table[route.pattern.removesuffix("{id}")]["HEAD"] = route
+
+    def methods(self, path: str) -> dict[str, Route]:
+        """Routes of a raw path by method; empty if there is none."""
+        if path in self._exact:
+            return self._exact[path]
+        return next((routes for prefix, routes in self._prefixes.items() if path.startswith(prefix)), {})
+
+    def find(self, method: str, path: str) -> tuple[Route, str]:
+        """The route and its parameter, unquoted. Raises NotFound and MethodNotAllowed."""
+        routes = self.methods(path)
+        if not routes:
+            raise NotFound("There is nothing at this path.", code="not_found")
+        route = routes.get(method)
+        if route is None:
+            raise MethodNotAllowed(f"This path takes {allowed_methods(routes)}.", code="method_not_allowed")
+        return route, unquote(path[len(route.pattern) - 4 :]) if route.pattern.endswith("{id}") else ""
+
+
+def allowed_methods(routes: dict[str, Route]) -> str:
+    return ", ".join(sorted({*routes, "OPTIONS"}))
+
+
+class Api:
+    """The handlers, and what they share."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        preparer: Preparer,
+        workers: Workers,
+        options: ServerOptions,
+        limits: LimitOptions,
+        model_names: Sequence[str],
+        log: Logger,
+        metrics: Metrics,
+        server_statistics: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.is_draining = False
+        self._engine = engine
+        self._preparer = preparer
+        self._workers = workers
+        self._options = options
+        self._limits = limits
+        self._model_names = tuple(model_names)
+        self._log = log
+        self._metrics = metrics
+        self._server_statistics = server_statistics
+        self._body_cap = limits.body_cap(engine.info.max_model_len)
+        self._num_open: Counter[str] = Counter()  # generations by owner
+        self._noted_names: set[str] = set()
+        self._started_at = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/v1/chat/completions", self.chat_completions),
+            Route("POST", "/v1/completions", self.completions),
+            Route("GET", "/v1/models", self.models),
+            Route("GET", "/v1/models/{id}", self.model),
+            Route("POST", "/tokenize", self.tokenize),
+            Route("POST", "/detokenize", self.detokenize),
+            Route("POST", "/apply-template", self.apply_template),
+            Route("GET", "/health", self.health, is_open=True),
+            Route("GET", "/ready", self.ready, is_open=True),
+            Route("GET", "/metrics", self.metrics, is_open=True),
+            Route("GET", "/version", self.version),
+            Route("GET", "/v1/stats", self.stats),
+            Route("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            Route("DELETE", "/v1/requests/{id}", self.abort_request),
+            Route("POST", "/v1/responses", partial(self._not_yet, "The Responses API")),
+            Route("GET", "/v1/responses", partial(self._not_yet, "The Responses API over a websocket")),
+            Route("POST", "/v1/embeddings", partial(self._not_yet, "The embeddings API")),
+            Route("POST", "/v1/messages", partial(self._not_yet, "The Messages API")),
+        ]
+
+    # --- generation
+
+    async def chat_completions(self, call: Call) -> web.StreamResponse:
+        body = await self._work_body(call)
+        prepared = await self._off_loop(body, partial(self._preparer.chat, body))
+        return await self._generate(
+            call, prepared, ChatDialect(prepared, self._name_of(prepared), self._preparer.tokenizer)
+        )
+
+    async def completions(self, call: Call) -> web.StreamResponse:
+        body = await self._work_body(call)
+        prepared = await self._off_loop(body, partial(self._preparer.completion, body))
+        return await self._generate(
+            call, prepared, TextDialect(prepared, self._name_of(prepared), self._preparer.tokenizer)
+        )
+
+    def _name_of(self, prepared: Prepared[Any]) -> str:
+        """The model's name in the answer: the alias that the client used."""
+        return prepared.fields.model or self._model_names[0]
+
+    async def _generate(self, call: Call, prepared: Prepared[Any], dialect: Dialect) -> web.StreamResponse:
+        self._note_unknown(call, prepared.unknown)
+        fields: SamplingFields = prepared.fields
+        with self._open_generation(call.owner):
+            stream = self._submit(call, prepared, dialect)
+            call.facts |= {"id": dialect.id, "stream": bool(fields.stream)}
+            try:
+                if fields.stream:
+                    outcome = await stream_events(
+                        call.request,
+                        stream,
+                        dialect.encoder(stream),
+                        headers=call.headers,
+                        keepalive_s=self._options.keepalive_comment_s,
+                        is_draining=lambda: self.is_draining,
+                    )
+                    if outcome.fault is not None:
+                        call.facts |= {"fault": outcome.fault.code, "cause": outcome.cause}
+                    return outcome.response
+                choices = await collect(stream, prepared.num_choices, is_draining=lambda: self.is_draining)
+                return call.json(dialect.answer(stream, choices))
+            finally:
+                stream.close()
+                usage = stream.usage
+                call.facts |= {
+                    "prompt_tokens": usage.prompt_tokens or prepared.num_prompt_tokens,
+                    "cached_tokens": usage.cached_tokens,
+                    "completion_tokens": usage.completion_tokens,
+                }
+
+    def _submit(self, call: Call, prepared: Prepared[Any], dialect: Dialect) -> Stream:
+        fields: SamplingFields = prepared.fields
+        if self.is_draining:  # once more: the body may have taken its time
+            raise _draining()
+        deadline_s = None
+        if fields.timeout is not None:
+            deadline_s = fields.timeout - call.elapsed_s
+            if deadline_s <= 0:
+                raise DeadlineExceeded("The request's time limit passed before it could be queued.")
+        params = self._with_length(prepared, dialect.default_tokens)
+        is_prompt_only = prepared.max_tokens == 0
+        if is_prompt_only and params.prompt_logprobs is None:
+            return self._prompt_only(None, prepared)
+        stream = self._engine.submit_nowait(
+            GenerationRequest(
+                request_id=dialect.id,
+                prompts=tuple(prompt.ids for prompt in prepared.prompts),
+                params=params,
+                n=prepared.n,
+                seed=None if fields.seed is None else fields.seed & 0xFFFF_FFFF_FFFF_FFFF,
+                stop=() if is_prompt_only else stop_strings(fields),
+                include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+                ignore_eos=bool(fields.ignore_eos),
+                skip_special_tokens=fields.skip_special_tokens is not False,
+                priority=fields.priority or 0,
+                # Hits across keys would let one client time what another one's prompts begin with.
+                cache_salt=f"{call.owner[:32]}:{fields.cache_salt or ''}" if call.owner else fields.cache_salt or "",
+                deadline_s=deadline_s,
+                owner=call.owner,
+            )
+        )
+        return self._prompt_only(stream, prepared) if is_prompt_only else stream
+
+    @staticmethod
+    def _prompt_only(stream: Stream | None, prepared: Prepared[Any]) -> PromptOnly:
+        return PromptOnly(stream, num_choices=prepared.num_choices, num_prompt_tokens=prepared.num_prompt_tokens)
+
+    def _with_length(self, prepared: Prepared[Any], default: int | None) -> SamplingParams:
+        """The params with the length that fits all prompts; a length of 0 runs as 1, see PromptOnly."""
+        sent = prepared.max_tokens if prepared.max_tokens is None else max(1, prepared.max_tokens)
+        try:
+            lengths = [self._engine.fit(len(prompt.ids), sent, default) for prompt in prepared.prompts]
+        except ContextLengthExceeded as error:
+            if error.param == "max_tokens":
+                error.param = prepared.max_tokens_param
+            else:
+                error.param = "messages" if isinstance(prepared.fields, ChatRequest) else "prompt"
+            raise
+        return with_length(prepared.params, min(lengths))
+
+    @contextmanager
+    def _open_generation(self, owner: str) -> Iterator[None]:
+        """Counts the call among its key's; raises RateLimited where that key has its share already."""
+        limit = self._limits.max_requests_per_key
+        if owner and limit and self._num_open[owner] >= limit:
+            raise RateLimited(f"This key has {limit} requests open already.", retry_after_s=1.0)
+        self._num_open[owner] += 1
+        try:
+            yield
+        finally:
+            self._num_open[owner] -= 1
+            if not self._num_open[owner]:
+                del self._num_open[owner]
+
+    @property
+    def num_open(self) -> int:
+        """Generations that have not been answered to the end."""
+        return self._num_open.total()
+
+    # --- text and tokens
+
+    async def tokenize(self, call: Call) -> web.StreamResponse:
+        body = await self._work_body(call)
+        return call.json(await self._off_loop(body, partial(self._tokenized, body)))
+
+    def _tokenized(self, body: bytes) -> bytes:
+        preparer = self._preparer
+        fields = convert(parse_json(body, preparer.max_json_depth), TokenizeRequest)
+        preparer.check_model(fields.model)
+        text = fields.content if fields.prompt is None else fields.prompt
+        if fields.messages is not None:
+            choices = TemplateChoices.of(
+                fields.messages,
+                add_generation_prompt=fields.add_generation_prompt,
+                continue_final_message=fields.continue_final_message,
+                chat_template_kwargs=fields.chat_template_kwargs,
+                reasoning_effort=fields.reasoning_effort,
+            )
+            ids = chat_ids(preparer.renderer, fields.messages, choices)
+        elif text is not None:
+            ids = preparer.renderer.encode_prompt(text, add_special_tokens=fields.add_special_tokens is not False)
+        else:
+            raise InvalidRequest("'prompt' or 'messages' is required.", param="prompt")
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": preparer.facts.max_model_len, "tokens": ids}
+        if fields.return_token_strs:
+            answer["token_strs"] = [preparer.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+        return orjson.dumps(answer)
+
+    async def detokenize(self, call: Call) -> web.StreamResponse:
+        body = await self._work_body(call)
+        return call.json(await self._off_loop(body, partial(self._detokenized, body)))
+
+    def _detokenized(self, body: bytes) -> bytes:
+        preparer = self._preparer
+        fields = convert(parse_json(body, preparer.max_json_depth), DetokenizeRequest)
+        preparer.check_model(fields.model)
+        ids = check_ids(fields.tokens, preparer.facts.vocab_size, "tokens")
+        return orjson.dumps({"prompt": preparer.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def apply_template(self, call: Call) -> web.StreamResponse:
+        body = await self._work_body(call)
+        return call.json(await self._off_loop(body, partial(self._templated, body)))
+
+    def _templated(self, body: bytes) -> bytes:
+        preparer = self._preparer
+        fields = convert(parse_json(body, preparer.max_json_depth), ApplyTemplateRequest)
+        preparer.check_model(fields.model)
+        return orjson.dumps(
+            {"prompt": chat_text(preparer.renderer, fields.messages, preparer.template_choices(fields))}
+        )
+
+    # --- what is served, and how it is
+
+    async def models(self, call: Call) -> web.StreamResponse:
+        return call.json(orjson.dumps({"object": "list", "data": [self._model(name) for name in self._model_names]}))
+
+    async def model(self, call: Call) -> web.StreamResponse:
+        if call.parameter not in self._model_names:
+            raise ModelNotFound(f"The model '{call.parameter[:128]}' is not served here.", param="model")
+        return call.json(orjson.dumps(self._model(call.parameter)))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "aserve",
+            "root": self._model_names[0],
+            "parent": None,
+            "max_model_len": self._engine.info.max_model_len,
+        }
+
+    async def health(self, call: Call) -> web.StreamResponse:
+        health = self._engine.health()
+        return self._condition(call, health.alive, health.reason)
+
+    async def ready(self, call: Call) -> web.StreamResponse:
+        if self.is_draining:
+            return self._condition(call, False, "draining")
+        health = self._engine.health()
+        return self._condition(call, health.alive and health.ready, health.reason)
+
+    @staticmethod
+    def _condition(call: Call, is_well: bool, reason: str) -> web.Response:
+        if is_well:
+            return call.json(b'{"status":"ok"}')
+        return call.json(orjson.dumps({"status": "unavailable", "reason": reason}), status=503)
+
+    async def metrics(self, call: Call) -> web.StreamResponse:
+        page = self._metrics.render(self._engine.statistics())
+        return web.Response(body=page, headers={**call.headers, "Content-Type": METRICS_TYPE})
+
+    async def version(self, call: Call) -> web.StreamResponse:
+        return call.json(orjson.dumps({"version": aserve.__version__}))
+
+    async def stats(self, call: Call) -> web.StreamResponse:
+        figures = {"engine": asdict(self._engine.statistics()), "server": self._server_statistics()}
+        return call.json(orjson.dumps(figures, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
+
+    async def reset_prefix_cache(self, call: Call) -> web.StreamResponse:
+        return call.json(orjson.dumps({"num_blocks": self._engine.flush_prefix_cache()}))
+
+    async def abort_request(self, call: Call) -> web.StreamResponse:
+        if not call.parameter:
+            raise InvalidRequest("The id of the request is required.", param="id")
+        if not self._engine.abort(call.parameter, owner=call.owner):
+            raise NotFound("No running request of yours has this id.", param="id", code="request_not_found")
+        return call.json(orjson.dumps({"id": call.parameter, "object": "request", "aborted": True}))
+
+    async def _not_yet(self, what: str, call: Call) -> web.StreamResponse:
+        raise Unsupported(f"{what} is not supported by this server yet.")
+
+    # --- bodies
+
+    async def _work_body(self, call: Call) -> bytes:
+        """The body of a request that makes work, refused before it is read while the server drains."""
+        check_json_headers(call.request)
+        if self.is_draining:
+            raise _draining()
+        return await read_body(call.request, cap=self._body_cap, timeout_s=self._limits.body_timeout_s)
+
+    async def _off_loop(self, body: bytes, function: Callable[[], T]) -> T:
+        """Run at once for a small body, in a worker thread for a large one."""
+        if len(body) <= self._limits.offload_bytes:
+            return function()
+        return await self._workers.run(function)
+
+    def _note_unknown(self, call: Call, unknown: list[str]) -> None:
+        if not unknown:
+            return
+        names = plain_names(unknown)
+        call.headers["x-aserve-ignored-params"] = ", ".join(names)
+        for name in names:
+            if name not in self._noted_names and len(self._noted_names) < MAX_NOTED_NAMES:
+                self._noted_names.add(name)
+                self._log.warning("request.unknown_field", name=name, route=call.route)
+
+
+def _draining() -> Draining:
+    return Draining("The server is shutting down; try another one.", retry_after_s=1.0)
