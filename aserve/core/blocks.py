@@ -101,20 +101,19 @@ class BlockLedger:
 
     def release(self, block: BlockId, last_step: StepNumber) -> None:
         """An owner whose newest launched step is ``last_step`` gives the block up."""
-        self._fence[block] = max(self._fence[block], last_step)
         if self._state[block] is BlockState.WRITING:
-            self._move(block, BlockMove.ABANDON)
-            self._await_fence(block)
+            step = BlockMove.ABANDON
         elif self._references[block] > 1:
-            self._move(block, BlockMove.UNSHARE)
-            self._references[block] -= 1
-        elif self.prefix.has(block):
-            self._move(block, BlockMove.CACHE)
-            self._references[block] = 0
-            self._cached.add(block, self._fence[block], self.landed)
+            step = BlockMove.UNSHARE
         else:
-            self._move(block, BlockMove.DROP)
-            self._references[block] = 0
+            step = BlockMove.CACHE if self.prefix.has(block) else BlockMove.DROP
+        self._move(block, step)
+        self._fence[block] = max(self._fence[block], last_step)
+        if step is not BlockMove.ABANDON:
+            self._references[block] -= 1
+        if step is BlockMove.CACHE:
+            self._cached.add(block, self._fence[block], self.landed)
+        elif step is not BlockMove.UNSHARE:
             self._await_fence(block)
 
     def flush(self) -> int:
