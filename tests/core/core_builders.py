@@ -313,6 +313,10 @@ class World:
         self.plans[plan.step] = plan
         for ident in self.listed(plan):
             assert self.told[ident].finish is None, f"step {plan.step} lists sequence {ident}, which is over"
+        for (_, position), ident in zip(plan.rows.tolist(), self.listed(plan), strict=False):
+            spec = self.told[ident].spec
+            longest = len(spec.prompt) + spec.params.max_tokens
+            assert position + 2 <= longest, f"step {plan.step} samples beyond the length limit of sequence {ident}"
         if self.checked:
             self._generations[plan.step] = self.scheduler.ledger.generation.copy()
         try:
