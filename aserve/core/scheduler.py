@@ -43,7 +43,11 @@ _EMPTY = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. num_wasted_rows: rows that landed after their sequence had ended."""
+    """Totals since start. num_wasted_rows: rows that landed after their sequence had ended, or behind a stop string.
+
+    num_prefill_tokens: tokens that chunks computed. num_prompt_tokens: those of prompts that started, cached ones too.
+    num_prefix_queries, num_prefix_hits: tokens looked up in the prefix cache and found.
+    """
 
     num_steps: int = 0
     num_failed_steps: int = 0
@@ -51,6 +55,8 @@ class Counters:
     num_wasted_rows: int = 0
     num_rows: int = 0
     num_prefill_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
 
@@ -447,6 +453,8 @@ class Scheduler:
         self.slots.position[slot] = self.slots.num_computed[slot] = num_cached
         self.slots.capacity[slot] = len(sequence.blocks) * self.options.block_size
         self.ready.push(sequence)
+        if sequence.num_admissions == 1:
+            self.counters.num_prompt_tokens += sequence.num_prompt
         self.counters.num_prefix_queries += len(sequence)
         self.counters.num_prefix_hits += num_cached
         actions.append(StartPrefill(sequence.id, num_cached, sequence.num_admissions > 1))
@@ -508,6 +516,7 @@ class Scheduler:
             assert owner is not None
             self._publish(owner)
         if entries:
+            self.counters.num_generated_tokens += len(entries)
             actions.append(DeliverTokens(result.step, entries, result.logprobs))
         return finishes
 

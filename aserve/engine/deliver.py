@@ -40,6 +40,7 @@ class Choice:
     matcher: StopMatcher | None
     eos_ids: frozenset[int]
     num_output: int = 0
+    first_token_s: float | None = None
     last_token_s: float = 0.0
     held: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -160,6 +161,7 @@ class Deliverer:
         """One token: into text, past the stop strings, into the stream's mailbox."""
         request, timings = choice.request, choice.stream.timings
         if choice.num_output == 0:
+            choice.first_token_s = now
             if timings.first_token_s is None:
                 timings.first_token_s = now
             self._observer.first_token(now - timings.submitted_s)

@@ -32,18 +32,18 @@ _QUEUED_POOLS = 8  # default bound of the waiting prompt tokens, in KV pools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """A moment's figures and totals since start. Blocks in tokens: times block_size."""
+    """A moment's figures and totals since start; prefix_cache figures count tokens."""
 
     num_waiting: int
-    num_waiting_tokens: int
+    num_queued_tokens: int
     num_running: int
-    num_inflight: int
+    num_inflight_steps: int
     num_streams: int
     num_blocks: int
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_pending: int
-    kv_usage: float
+    kv_cache_usage: float
     num_accepted: int
     num_rejected: int
     num_finished: dict[str, int]
@@ -53,8 +53,10 @@ class EngineStatistics:
     num_prefill_tokens: int
     num_preemptions: int
     num_wasted_rows: int
-    num_prefix_queries: int
-    num_prefix_hits: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     runner: dict[str, float]
 
 
@@ -231,7 +233,7 @@ class Engine:
         if self._death is not None:
             raise EngineDead(f"The engine has stopped: {self._death}")
         if self._is_draining:
-            self._observer.request_rejected("draining")
+            self._observer.request_rejected("server_draining")
             raise Draining("The server is shutting down.", retry_after_s=1.0)
         if request.request_id in self._calls:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is open already.")
@@ -244,7 +246,7 @@ class Engine:
         reject = admit(self._limits, waiting, len(specs), num_tokens, now)
         if reject is not None:
             self._num_rejected += len(specs)
-            self._observer.request_rejected("queue_full")
+            self._observer.request_rejected("server_overloaded")
             raise Overloaded(f"The server is at its limit: {reject.reason}.", retry_after_s=reject.retry_after_s)
         return self._open(request, specs, now)
 
@@ -259,7 +261,7 @@ class Engine:
 
     def _specs(self, request: GenerationRequest, params: SamplingParams, now: float) -> list[SequenceSpec]:
         seed = secrets.randbits(64) if request.seed is None else request.seed
-        specs = []
+        specs: list[SequenceSpec] = []
         for prompt in request.prompts:
             for child in range(request.n):
                 sequence = SequenceId(next(self._sequence_ids))
@@ -380,14 +382,8 @@ class Engine:
     def _on_choice_ended(self, choice: Choice, reason: FinishReason) -> None:
         self._num_finished[reason] += 1
         now, request, stream = self._clock(), choice.request, choice.stream
-        prompt = request.prompts[choice.index // request.n]
-        self._observer.request_finished(
-            reason,
-            now - stream.timings.submitted_s,
-            len(prompt),
-            stream.usage.cached_tokens if choice.is_first else 0,
-            choice.num_output,
-        )
+        first_token_s = None if choice.first_token_s is None else choice.first_token_s - stream.timings.submitted_s
+        self._observer.request_finished(reason, now - stream.timings.submitted_s, first_token_s, choice.num_output)
         call = self._calls[request.request_id]
         if all(sequence not in self._deliverer.choices for sequence in call.sequences):
             if call.deadline is not None:
@@ -409,15 +405,15 @@ class Engine:
         ledger, counters = scheduler.ledger, scheduler.counters
         return EngineStatistics(
             num_waiting=len(scheduler.waiting),
-            num_waiting_tokens=scheduler.waiting.num_tokens,
+            num_queued_tokens=scheduler.waiting.num_tokens,
             num_running=len(scheduler.ready),
-            num_inflight=len(scheduler.inflight),
+            num_inflight_steps=len(scheduler.inflight),
             num_streams=len(self._calls),
             num_blocks=ledger.num_blocks,
             num_blocks_free=ledger.num_free,
             num_blocks_cached=ledger.num_cached,
             num_blocks_pending=ledger.num_pending,
-            kv_usage=1.0 - (ledger.num_free + ledger.num_cached) / ledger.num_blocks,
+            kv_cache_usage=1.0 - (ledger.num_free + ledger.num_cached) / ledger.num_blocks,
             num_accepted=self._num_accepted,
             num_rejected=self._num_rejected,
             num_finished=dict(self._num_finished),
@@ -427,8 +423,10 @@ class Engine:
             num_prefill_tokens=counters.num_prefill_tokens,
             num_preemptions=counters.num_preemptions,
             num_wasted_rows=counters.num_wasted_rows,
-            num_prefix_queries=counters.num_prefix_queries,
-            num_prefix_hits=counters.num_prefix_hits,
+            prompt_tokens=counters.num_prompt_tokens,
+            generation_tokens=counters.num_generated_tokens,
+            prefix_cache_queries=counters.num_prefix_queries,
+            prefix_cache_hits=counters.num_prefix_hits,
             runner=self._runner.statistics(),
         )
 

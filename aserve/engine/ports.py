@@ -116,7 +116,7 @@ class Observer(Protocol):
     def request_rejected(self, reason: str) -> None: ...
 
     def request_finished(
-        self, reason: str, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
+        self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int
     ) -> None: ...
 
 
@@ -134,5 +134,5 @@ class NullObserver:
     def request_rejected(self, reason: str) -> None: ...
 
     def request_finished(
-        self, reason: str, seconds: float, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int
+        self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int
     ) -> None: ...

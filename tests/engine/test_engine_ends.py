@@ -179,8 +179,7 @@ async def test_a_stalled_reader_is_aborted_while_the_model_goes_on() -> None:
     runner = ScriptedRunner(step_time_s=0.001)
     async with running(runner, mailbox_events=2, stall_timeout_s=0.02) as engine:
         stream = engine.submit_nowait(request(max_tokens=2000))
-        while stream.request_id in engine._calls:
-            await asyncio.sleep(0.005)
+        await engine.drain(10.0)  # until it has ended
         deltas = await read(stream)
 
     assert (end(deltas).finish, end(deltas).error) == (FinishReason.ABORT, "The reader did not keep up.")

@@ -1,0 +1,25 @@
+"""The engine's timings as Prometheus metrics."""
+
+from aserve.obs.metrics import Metrics
+
+
+class MetricsObserver:
+    """``ports.Observer`` over the process's metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        # Bound once: each is called for every token or step.
+        self.queue_time = metrics.queue_time.observe
+        self.first_token = metrics.time_to_first_token.observe
+        self.inter_token = metrics.inter_token_latency.observe
+        self.request_rejected = metrics.rejected.add
+
+    def step_landed(self, seconds: float, num_rows: int, num_prefill_tokens: int) -> None:
+        self._metrics.step_duration.observe(seconds)
+
+    def request_finished(
+        self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int
+    ) -> None:
+        self._metrics.request_finished(
+            reason, e2e_s=seconds, first_token_s=first_token_s, num_output_tokens=num_output_tokens
+        )
