@@ -207,34 +207,45 @@ class Client:
         self._is_interrupted = False
 
     async def send(self, body: bytes, ticket: Ticket, *, origin_s: float) -> Sample:
-        """Send one request and return its record, which also holds every failure of the server or the network."""
-        exchange = Exchange(ticket, self._endpoint, origin_s=origin_s)
+        """Send one request and return its record, which also holds every failure of the server or the network.
+
+        A request whose kept connection the server was just closing never reached it; it is sent once more, on a new
+        connection, and its record says so.
+        """
+        request = self._target.request(body)
         connection = self._take_idle()
-        connect_s = None
-        if connection is None:
-            began_s = self._clock()
-            try:
-                async with asyncio.timeout(self._connect_timeout_s):
-                    _, connection = await self._connect(lambda: Connection(self._clock))
-            except TimeoutError:
-                exchange.fail(ErrorKind.CONNECT, f"not connected after {self._connect_timeout_s:g} s", self._clock())
-                return exchange.sample()
-            except OSError as error:
-                exchange.fail(ErrorKind.CONNECT, error.strerror or str(error), self._clock())
-                return exchange.sample()
-            connect_s = self._clock() - began_s
+        if connection is not None:
+            exchange = Exchange(ticket, self._endpoint, origin_s=origin_s)
+            await self._exchange(connection, request, exchange, connect_s=None)
+            sample = exchange.sample()
+            if sample.error is not ErrorKind.DISCONNECT:
+                return sample
+        exchange = Exchange(ticket, self._endpoint, origin_s=origin_s, is_resent=connection is not None)
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._connect(lambda: Connection(self._clock))
+        except TimeoutError:
+            exchange.fail(ErrorKind.CONNECT, f"not connected after {self._connect_timeout_s:g} s", self._clock())
+        except OSError as error:
+            exchange.fail(ErrorKind.CONNECT, error.strerror or str(error), self._clock())
+        else:
+            await self._exchange(connection, request, exchange, connect_s=self._clock() - began_s)
+        return exchange.sample()
+
+    async def _exchange(
+        self, connection: Connection, request: bytes, exchange: Exchange, *, connect_s: float | None
+    ) -> None:
         self._busy.add(connection)
         try:
             if self._is_interrupted:
                 exchange.fail(ErrorKind.INTERRUPTED, "interrupted", self._clock())
             else:
-                request = self._target.request(body)
                 await connection.send(request, exchange, connect_s=connect_s, timeout_s=self._timeout_s)
         finally:
             self._busy.discard(connection)
             if connection.is_open:
                 self._idle.append(connection)
-        return exchange.sample()
 
     def interrupt(self) -> None:
         """End every request that is out or still connecting, as interrupted, and every later one."""

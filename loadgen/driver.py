@@ -157,7 +157,7 @@ class Driver:
     async def _run_open(self, arrivals: Poisson) -> None:
         num_here = len(range(self._process, self._options.max_inflight, self._options.num_processes))
         permits = asyncio.Semaphore(num_here)
-        free_s = self._start_s  # when the sending of the request before let go of this coroutine
+        free_s = self._start_s  # until then this coroutine last waited for a place: a delay of the bound's, not its own
 
         async def send(index: int, due_s: float, lag_s: float) -> None:
             try:
@@ -168,17 +168,15 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for index, due_s in self._schedule(arrivals):
                 await self._sleep_until(self._start_s + due_s)
+                lag_s = self._clock() - max(self._start_s + due_s, free_s)
+                is_held_back = permits.locked()
+                await permits.acquire()
                 if self._stopping.is_set():
                     return
-                lag_s = self._clock() - max(self._start_s + due_s, free_s)
-                if permits.locked():
-                    self._num_held_back += 1
-                    await permits.acquire()
+                if is_held_back:
                     free_s = self._clock()
-                    if self._stopping.is_set():
-                        return
-                else:
-                    await permits.acquire()
+                if self._start_s + due_s < free_s:
+                    self._num_held_back += 1
                 group.create_task(send(index, due_s, lag_s))
 
     async def _send(self, index: int, intended_s: float, *, lag_s: float) -> None:

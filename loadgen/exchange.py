@@ -39,6 +39,7 @@ class Exchange:
         "_events",
         "_first_byte_ns",
         "_http",
+        "_is_resent",
         "_num_bytes",
         "_origin_s",
         "_reader",
@@ -48,10 +49,11 @@ class Exchange:
         "is_over",
     )
 
-    def __init__(self, ticket: Ticket, endpoint: Endpoint, *, origin_s: float) -> None:
+    def __init__(self, ticket: Ticket, endpoint: Endpoint, *, origin_s: float, is_resent: bool = False) -> None:
         self.is_over = False
         self._ticket = ticket
         self._origin_s = origin_s
+        self._is_resent = is_resent
         self._connect_s: float | None = None
         self._sent_s: float | None = None
         self._end_s: float | None = None
@@ -125,6 +127,7 @@ class Exchange:
             intended_s=self._ticket.intended_s,
             lag_s=self._ticket.lag_s,
             connect_s=self._connect_s,
+            is_resent=self._is_resent,
             sent_s=None if self._sent_s is None else self._sent_s - self._origin_s,
             end_s=self._end_s - self._origin_s,
             status=self._http.status,

@@ -75,6 +75,7 @@ class Summary:
     num_requests: int
     num_ok: int
     num_measured: int  # succeeded and due between warm-up and cool-down: those in the latencies
+    num_resent: int  # counted in the others by how they ended
     errors: dict[str, int]
     error_details: dict[str, str]  # one example of each
     throughput: Throughput
@@ -105,6 +106,7 @@ def summarise(result: RunResult) -> Summary:
         num_requests=len(samples),
         num_ok=len(ok),
         num_measured=len(measured),
+        num_resent=sum(s.is_resent for s in samples),
         errors=dict(sorted(Counter(s.error_name for s in failed).items())),
         error_details={s.error_name: s.detail for s in reversed(failed)},
         throughput=_throughput(ok, begin_s, end_s),

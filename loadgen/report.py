@@ -80,6 +80,7 @@ def _request(sample: Sample) -> dict[str, Any]:
         "end_s": round(sample.end_s, 6),
         "lag_ms": round(sample.lag_s * 1e3, 3),
         "connect_ms": None if sample.connect_s is None else round(sample.connect_s * 1e3, 3),
+        "is_resent": sample.is_resent,
         "status": sample.status,
         "error": sample.error_name or None,
         "detail": sample.detail,
@@ -134,6 +135,10 @@ def _counts(summary: Summary, is_colored: bool) -> list[str]:
     lines = [f"requests    {summary.num_ok:,} ok, {num_failed:,} failed in {summary.throughput.window_s:,.1f} s"]
     if summary.num_measured != summary.num_ok:
         lines.append(f"            latencies of {summary.num_measured:,}: the others belong to warm-up or cool-down")
+    if summary.num_resent:
+        lines.append(
+            f"            {summary.num_resent:,} sent again: the server closed their kept connections unanswered"
+        )
     for name, count in summary.errors.items():
         lines.append(_red(f"            {count:,} × {name}: {summary.error_details[name][:100]}", is_colored))
     return lines

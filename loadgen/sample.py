@@ -52,7 +52,8 @@ class Sample:
 
     ``intended_s`` is when it was due: by the schedule, or in a closed loop when its user became free. ``lag_s`` is how
     much later than possible this program woke for it, ``connect_s`` what a new connection took (None on a kept one).
-    ``sent_s`` is when its bytes were written, None if it came to none of that.
+    ``sent_s`` is when its bytes were written, None if it came to none of that. ``is_resent`` marks a request that was
+    sent twice, since the server was closing the kept connection that it first went to; ``sent_s`` is the second time.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Sample:
     intended_s: float
     lag_s: float
     connect_s: float | None
+    is_resent: bool
     sent_s: float | None
     end_s: float
     status: int
@@ -77,4 +79,4 @@ class Sample:
         """The kind of error, with the status of a refusal; empty if none."""
         if self.error is ErrorKind.HTTP:
             return f"http_{self.status}"
-        return self.error or ""
+        return self.error.value if self.error else ""
