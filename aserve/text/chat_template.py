@@ -1,8 +1,7 @@
 """A model's chat template: messages to text, and to tokens in which only the template writes control tokens."""
 
-import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -64,18 +63,19 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a chat. Keys of a message whose value is None are left out.
 
-        kwargs: further variables for the template. Everything that is wrong, in the template too, is InvalidRequest.
+        template_kwargs: the client's variables for the template. Everything that is wrong, in the template too, is
+        InvalidRequest.
         """
         template = self._choose(with_tools=tools is not None)
+        kwargs = dict(template_kwargs or {})
         if shadowed := kwargs.keys() & (_RESERVED | self._special_tokens.keys()):
             name = min(shadowed)
             raise InvalidRequest(f"{name!r} cannot be set for the chat template.", param=f"chat_template_kwargs.{name}")
@@ -139,7 +139,7 @@ def encode_chat(
     (contents, roles, tools, arguments, keys of objects) are plain text. The template alone decides about BOS.
 
     Without such markers the whole text is encoded at once. Otherwise the chat is rendered again with the client's
-    markers fenced in private characters, to see which of the markers in the text are the template's.
+    markers fenced in random digits, to see which of the markers in the text are the template's.
     Raises InvalidRequest, as ``ChatTemplate.render`` and ``HFTokenizer.encode`` do.
     """
 
@@ -149,14 +149,14 @@ def encode_chat(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **kwargs,
+            template_kwargs=kwargs,
         )
 
-    inputs = (messages, tools, dict(template_kwargs or {}))
+    inputs = (messages, tools, template_kwargs)
     text = render(*inputs)
     if not isinstance(tokenizer, HFTokenizer) or not any(map(tokenizer.markers.suspects, _strings(inputs))):
         return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-    fence = _Fence(tokenizer.markers, absent_from=chain([text], _strings(inputs)))
+    fence = _Fence(tokenizer.markers)
     return tokenizer.encode_pieces(fence.pieces(text, render(*fence.put_around(inputs))))
 
 
@@ -206,30 +206,24 @@ class PromptRenderer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            **(template_kwargs or {}),
+            template_kwargs=template_kwargs,
         )
 
 
 class _Fence:
-    """Private characters around the client's markers, so that they can be told from the template's once rendered."""
+    """Random digits around the client's markers, so that they can be told from the template's once rendered.
 
-    def __init__(self, markers: Markers, *, absent_from: Iterator[str]) -> None:
-        used = set().union(*absent_from)
-        private_use = chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-        free = islice((chr(code) for code in private_use if chr(code) not in used), 3)
-        try:
-            self._open, self._close, self._cut = free
-        except ValueError:
-            raise InvalidRequest("The messages use every private character there is.", param="messages") from None
+    Digits, because they survive whatever a template does to strings: JSON, repr, changes of case.
+    """
+
+    def __init__(self, markers: Markers) -> None:
+        self._open, self._close, self._cut = (f"{secrets.randbits(96):029d}" for _ in range(3))
         self._markers = markers
-        self._any_marker = re.compile(markers.pattern)
-        self._any_fenced = re.compile(f"{self._open}(?P<client>{markers.pattern}){self._close}|{markers.pattern}")
-        self._delete = dict.fromkeys(map(ord, (self._open, self._close, self._cut)))
 
     def put_around(self, value: Any) -> Any:
         """A copy of ``value`` with every marker in its strings fenced, and every part of one at a string's end cut."""
         if isinstance(value, str):
-            fenced = self._any_marker.sub(f"{self._open}\\g<0>{self._close}", value)
+            fenced = self._markers.pattern.sub(f"{self._open}\\g<0>{self._close}", value)
             before = self._cut if self._markers.begins_inside(value) else ""
             behind = self._cut if self._markers.ends_inside(value) else ""
             return before + fenced + behind
@@ -246,19 +240,24 @@ class _Fence:
         rendered without them, stands as long as both hold the same markers and the same text but for white space;
         otherwise the fenced one does, without its fences.
         """
-        hits = list(self._any_fenced.finditer(fenced_text))
-        is_own = [hit["client"] is None for hit in hits]
-        unfenced_hits = list(self._any_marker.finditer(text))
-        if [hit["client"] or hit[0] for hit in hits] == [hit[0] for hit in unfenced_hits] and _squeezed(
-            text
-        ) == _squeezed(fenced_text.translate(self._delete)):
+        hits = list(self._markers.pattern.finditer(fenced_text))
+        is_own = [
+            not (fenced_text.endswith(self._open, 0, hit.start()) and fenced_text.startswith(self._close, hit.end()))
+            for hit in hits
+        ]
+        unfenced_hits = list(self._markers.pattern.finditer(text))
+        if [hit[0] for hit in hits] == [hit[0] for hit in unfenced_hits] and _squeezed(text) == _squeezed(
+            self._without_digits(fenced_text)
+        ):
             hits, fenced_text = unfenced_hits, text
         pieces, end = [], 0
         for hit, own in zip(hits, is_own, strict=True):
-            pieces += [(fenced_text[end : hit.start()], False), (hit[0], own)]
+            pieces += [(self._without_digits(fenced_text[end : hit.start()]), False), (hit[0], own)]
             end = hit.end()
-        pieces.append((fenced_text[end:], False))
-        return [(piece.translate(self._delete), own) for piece, own in pieces]
+        return [*pieces, (self._without_digits(fenced_text[end:]), False)]
+
+    def _without_digits(self, text: str) -> str:
+        return text.replace(self._open, "").replace(self._close, "").replace(self._cut, "")
 
 
 def _strings(value: Any) -> Iterator[str]:

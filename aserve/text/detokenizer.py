@@ -9,6 +9,7 @@ withholds runs of invalid bytes without bound.) Other decoders go through a wind
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -107,15 +108,21 @@ class DecodeTable:
 
     __slots__ = ("pieces", "present", "raw", "rules", "texts")
 
-    def __init__(self, rules: DecodeRules, pieces: Sequence[str | None], skipped: Iterable[int] = ()) -> None:
+    def __init__(self, rules: DecodeRules, pieces: Sequence[str | None]) -> None:
+        """pieces[i]: how the vocabulary writes id i; None for gaps."""
         self.rules = rules
         self.pieces = pieces
         self.raw = [b"" if piece is None else rules.to_bytes(piece) for piece in pieces]
+        self.texts = list(map(_whole_text, self.raw))
         self.present = [piece is not None for piece in pieces]
-        for token in skipped:
-            self.raw[token] = b""
-            self.present[token] = False
-        self.texts = [_whole_text(raw) for raw in self.raw]
+
+    def skipping(self, tokens: Iterable[int]) -> "DecodeTable":
+        """A table that leaves these ids out of the text."""
+        table = copy(self)
+        table.raw, table.texts, table.present = self.raw.copy(), self.texts.copy(), self.present.copy()
+        for token in tokens:
+            table.raw[token], table.texts[token], table.present[token] = b"", "", False
+        return table
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of all ``tokens``: invalid bytes as U+FFFD, ids outside the vocabulary as nothing."""

@@ -41,8 +41,8 @@ class Markers:
         self._starts = {marker[:length] for marker in lookalikes for length in range(1, len(marker))}
         self._ends = {marker[length:] for marker in lookalikes for length in range(1, len(marker))}
         self._length_max = max(map(len, lookalikes), default=0)
-        self.pattern = _pattern_of(markers)
-        """Regular expression, without groups, for any one marker; the longest at each place."""
+        self.pattern = re.compile(_pattern_of(markers))
+        """Finds any one marker; the longest at each place."""
 
     def suspects(self, text: str) -> bool:
         """Whether a marker is in ``text``, or could be once a template has put something before or behind it."""
@@ -108,8 +108,11 @@ class HFTokenizer:
         decoder = self._tokenizer.decoder
         rules = DecodeRules.from_json(None if decoder is None else json.loads(decoder.__getstate__()))
         self._rules = rules or DecodeRules()
-        special_ids = [token["id"] for token in added if token["special"]]
-        self._tables = rules and {False: DecodeTable(rules, pieces), True: DecodeTable(rules, pieces, special_ids)}
+        self._tables: dict[bool, DecodeTable] = {}  # by skip_special_tokens; none for decoders without rules
+        if rules is not None:
+            whole = DecodeTable(rules, pieces)
+            skipping = whole.skipping(token["id"] for token in added if token["special"])
+            self._tables = {False: whole, True: skipping}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HFTokenizer":
