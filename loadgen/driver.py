@@ -140,7 +140,7 @@ class Driver:
         indices = arrivals.indices(slots, options.num_requests)
 
         async def user() -> None:
-            free_s = self._start_s
+            free_s = self._clock()
             while not self._stopping.is_set():
                 if options.duration_s is not None and free_s - self._start_s >= options.duration_s:
                     return

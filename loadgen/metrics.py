@@ -21,6 +21,8 @@ from loadgen.sample import Answer, Sample
 CPU_SHARE_MAX = 0.85
 LAG_MS_MAX = 20.0
 """Beyond these at the 90th (CPU, by second) or 99th percentile (lags) the figures are this program's own."""
+CPU_JUDGED_S_MIN = 1.0
+"""A shorter run is mostly its own beginning, and its CPU share says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +238,8 @@ def _health(drivers: Sequence[DriverResult], samples: Sequence[Sample]) -> Clien
     )
     send_lag = distribution(s.lag_s * 1e3 for s in samples)
     bound_by = []
-    if max(cpu_share, cpu_share_p90) > CPU_SHARE_MAX:
+    is_judged = max((d.wall_s for d in drivers), default=0.0) >= CPU_JUDGED_S_MIN
+    if is_judged and max(cpu_share, cpu_share_p90) > CPU_SHARE_MAX:
         bound_by.append("CPU")
     if loop_lag is not None and loop_lag.p99 > LAG_MS_MAX:
         bound_by.append("loop lag")

@@ -132,7 +132,7 @@ def _arrivals(options: RunOptions) -> str:
 
 def _counts(summary: Summary, is_colored: bool) -> list[str]:
     num_failed = summary.num_requests - summary.num_ok
-    lines = [f"requests    {summary.num_ok:,} ok, {num_failed:,} failed in {summary.throughput.window_s:,.1f} s"]
+    lines = [f"requests    {summary.num_ok:,} ok, {num_failed:,} failed"]
     if summary.num_measured != summary.num_ok:
         lines.append(f"            latencies of {summary.num_measured:,}: the others belong to warm-up or cool-down")
     if summary.num_resent:
@@ -151,7 +151,7 @@ def _throughput(summary: Summary) -> list[str]:
     if throughput.input_tokens_per_s is not None:
         parts.append(f"{throughput.input_tokens_per_s:,.1f} input tokens/s")
     parts.append(f"{throughput.output_tokens_per_s:,.1f} output {tokens}/s")
-    lines = [f"throughput  {', '.join(parts)}"]
+    lines = [f"throughput  {', '.join(parts)}, over {throughput.window_s:,.1f} s"]
     lengths = [
         f"{name} mean {d.mean:,.1f}, {d.min:,.0f} to {d.max:,.0f}"
         for name, d in (("prompt", summary.prompt_tokens), (f"output {tokens}", summary.output_tokens))

@@ -135,6 +135,7 @@ def test_errors_are_counted_by_kind():
     [
         ({}, ()),
         ({"cpu_s": 0.9}, ("CPU",)),
+        ({"cpu_s": 0.4, "wall_s": 0.4}, ()),
         ({"cpu_shares": array("d", [0.1, 0.99, 0.99])}, ("CPU",)),
         ({"loop_lag_s": array("d", [0.001] * 50 + [0.05])}, ("loop lag",)),
     ],
