@@ -328,17 +328,22 @@ class World:
             self._flying.append((plan.step, True))
 
     def _check_accesses(self) -> None:
-        """I8 of what the device touched just now: nothing handed out again, nothing foreign, no write to shared blocks."""
+        """I8 of what the device touched just now: nothing handed out again, nothing foreign, no shared block written."""
         step, (reads, writes) = self.runner.accesses.popitem()
         ledger, generations = self.scheduler.ledger, self._generations.pop(step)
         owned = {block for s in self.scheduler.inflight.get(StepNumber(step)).sequences() for block in s.blocks}
         touched = np.union1d(reads, writes)
-        assert (ledger.generation[touched] == generations[touched]).all(), f"step {step} touched a block of somebody else"
+        assert (ledger.generation[touched] == generations[touched]).all(), (
+            f"step {step} touched a block of somebody else"
+        )
         for block in reads.tolist():
             state = ledger.state(BlockId(block))
             assert state is not BlockState.FREE, f"step {step} read free block {block}"
-            assert state is not BlockState.WRITING or block in owned, f"step {step} read block {block} while it is written"
+            assert state is not BlockState.WRITING or block in owned, (
+                f"step {step} read block {block} while it is written"
+            )
         for block in writes.tolist():
             state = ledger.state(BlockId(block))
-            assert state in (BlockState.WRITING, BlockState.PENDING), f"step {step} wrote block {block}, which is {state}"
-
+            assert state in (BlockState.WRITING, BlockState.PENDING), (
+                f"step {step} wrote block {block}, which is {state}"
+            )

@@ -49,7 +49,7 @@ def hunt(
     stop_at_first: bool = False,
     on_progress: Callable[[Catch], None] = lambda catch: None,
 ) -> Catch:
-    """Serve ``num_requests`` and compare each output with that of the request alone. Checks are off: only output counts."""
+    """Serve ``num_requests`` and compare each output with that of the request alone. All checks but that are off."""
     rng = random.Random(seed)
     world = World(
         num_blocks=NUM_BLOCKS,

@@ -14,7 +14,14 @@ import hypothesis.strategies as st
 import pytest
 from core_builders import NORMAL, World
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from aserve.core.ids import NO_STEP, SequenceId
 from aserve.core.request import FinishReason
@@ -203,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scheduler_machine(family):
-    """Admit, chunk, launch, execute, land, abort, preempt, evict, flush and fail in any order: no rule is ever broken."""
+    """Admit, chunk, launch, execute, land, abort, preempt, evict, flush and fail in any order: nothing ever breaks."""
     explore = int(os.environ.get("ASERVE_EXPLORE", "0"))
     wanted = NUM_STEPS // len(FAMILIES)
     name = family.title().replace(" ", "")
