@@ -328,7 +328,7 @@ class World:
             self._flying.append((plan.step, True))
 
     def _check_accesses(self) -> None:
-        """I8 of what the device touched just now: nothing handed out again, nothing foreign, no shared block written."""
+        """I8 of what the device touched just now: nothing handed out again or foreign, no shared block written."""
         step, (reads, writes) = self.runner.accesses.popitem()
         ledger, generations = self.scheduler.ledger, self._generations.pop(step)
         owned = {block for s in self.scheduler.inflight.get(StepNumber(step)).sequences() for block in s.blocks}

@@ -176,7 +176,7 @@ def test_preempted_at_every_second_step_everybody_still_finishes():
     assert world.scheduler.counters.num_preemptions >= 5
 
 
-@pytest.mark.parametrize("nth", range(1, 12))
+@pytest.mark.parametrize("nth", range(1, 9))
 def test_an_allocation_that_fails_is_like_an_empty_pool(nth, monkeypatch):
     """Whichever allocation of a decoding sequence finds nothing, once: it sits out, and no token is lost."""
     world = World(num_blocks=32, block_size=1, max_inflight=4)
@@ -192,5 +192,5 @@ def test_an_allocation_that_fails_is_like_an_empty_pool(nth, monkeypatch):
     monkeypatch.setattr(ledger, "allocate", fail_nth)
     world.run(depth=2)
 
-    assert len(calls) >= nth or nth > 8
+    assert len(calls) > nth
     assert [world.output(ident) for ident in idents] == [world.expected(ident) for ident in idents]
