@@ -91,11 +91,11 @@ class FileSink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStatistics:
-    """Counts of records; pushed == written + dropped + num_waiting, and num_waiting is 0 once the log is closed."""
+    """Records: pushed == written + dropped + waiting, and none waits once the log is closed."""
 
-    pushed: int = 0
-    written: int = 0
-    dropped: int = 0
+    num_pushed: int = 0
+    num_written: int = 0
+    num_dropped: int = 0
     num_waiting: int = 0
 
 
@@ -151,7 +151,9 @@ class LogDrain:
             if self._thread.is_alive():
                 self._given_up = True
                 pushed = self._ring.pushed
-                self._statistics = LogStatistics(pushed=pushed, written=self._written, dropped=pushed - self._written)
+                self._statistics = LogStatistics(
+                    num_pushed=pushed, num_written=self._written, num_dropped=pushed - self._written
+                )
                 return
             self._flush()  # what was pushed while the thread ended
             self._sink.close()
@@ -192,13 +194,13 @@ class LogDrain:
             if offset:
                 self._torn = data[offset - 1 : offset] != b"\n"
             if notice and offset >= len(notice):
-                self._reported_dropped = self._statistics.dropped
+                self._reported_dropped = self._statistics.num_dropped
         self._failing = False
 
     def _notice(self) -> bytes:
         """What has to come before the next lines: the end of a torn one, and how many were dropped."""
         notice = b"\n" if self._torn else b""
-        num_dropped = self._statistics.dropped - self._reported_dropped
+        num_dropped = self._statistics.num_dropped - self._reported_dropped
         if num_dropped:
             notice += self._render(
                 {"t": time(), "level": "warning", "event": "log.dropped", "num_dropped": num_dropped}
@@ -216,8 +218,10 @@ class LogDrain:
         if self._given_up:
             return  # a hung write came back after close() had counted what was left
         pushed, num_waiting = self._ring.pushed, len(self._ring)
-        dropped = max(self._statistics.dropped, pushed - self._written - num_waiting)
-        self._statistics = LogStatistics(pushed=pushed, written=self._written, dropped=dropped, num_waiting=num_waiting)
+        dropped = max(self._statistics.num_dropped, pushed - self._written - num_waiting)
+        self._statistics = LogStatistics(
+            num_pushed=pushed, num_written=self._written, num_dropped=dropped, num_waiting=num_waiting
+        )
 
 
 class Log:

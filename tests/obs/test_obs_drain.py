@@ -77,7 +77,7 @@ def numbers(sink: MemorySink) -> list[int]:
 def counts(drain: LogDrain | Log) -> tuple[int, int, int, int]:
     """(pushed, written, dropped, waiting)."""
     s = drain.statistics()
-    return s.pushed, s.written, s.dropped, s.num_waiting
+    return s.num_pushed, s.num_written, s.num_dropped, s.num_waiting
 
 
 @pytest.fixture(autouse=True)
