@@ -25,8 +25,12 @@ from aserve.obs.render import Renderer, json_renderer, pretty_renderer
 from aserve.obs.ring import Ring
 
 BATCH: Final = 32
-"""Records rendered between two writes. A write lets go of the interpreter's lock, so this bounds what rendering can add
-to the lateness of the loop (32 records take 0.2 to 0.3 ms)."""
+"""Records rendered at a time: 0.2 to 0.3 ms, which is what rendering can add to the lateness of the loop."""
+
+PAUSE_S: Final = 0.0005
+"""Between two batches, until the log is closed. A write lets go of the interpreter's lock too, but takes it back before
+a waiting loop has woken up. (20,000 records a second on two busy cores: lateness p99 8 ms with the pause, 23 without,
+4 with no records at all.)"""
 
 LIBRARIES: Final = ("transformers", "huggingface_hub")
 """Loggers that print by themselves unless adopted."""
@@ -178,6 +182,7 @@ class LogDrain:
                 self._write([self._render(record) for record in records])
             except Exception as error:  # whatever it is, the next batch must still be written
                 self._fail(error)
+            self._stopping.wait(PAUSE_S)
         self._count()
 
     def _write(self, lines: list[bytes]) -> None:
