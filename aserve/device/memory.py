@@ -132,9 +132,9 @@ def size_pool(
 ) -> PoolSize:
     """Blocks for the KV pool, and ``max_model_len`` cut to what they hold.
 
-    In order of precedence: ``num_blocks`` (at least 8), ``kv_cache_bytes``, else ``share`` of the budget's rest, at most
-    ``bytes_max`` and never more than ``max_num_seqs`` sequences of full length can use. Raises ModelError, saying what
-    to lower, when weights and workspace leave too little.
+    In order of precedence: ``num_blocks`` (at least 8), ``kv_cache_bytes``, else ``share`` of the budget's rest, at
+    most ``bytes_max`` and never more than ``max_num_seqs`` sequences of full length can use. Raises ModelError, saying
+    what to lower, when weights and workspace leave too little.
     """
     bytes_per_block = bytes_per_token * block_size
     if num_blocks:
@@ -152,8 +152,8 @@ def size_pool(
     if needed > limit or blocks < MIN_NUM_BLOCKS:
         raise ModelError(
             f"Too little memory: {_gib(budget.available)} are free, the weights take {_gib(budget.weights)} and a step "
-            f"{_gib(budget.workspace)}, and a KV pool of {max(blocks, MIN_NUM_BLOCKS)} blocks needs {_gib(needed)}. Lower "
-            "scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.num_blocks or model.kv_cache_gib, or "
-            "take a smaller model."
+            f"{_gib(budget.workspace)}, and a KV pool of {max(blocks, MIN_NUM_BLOCKS)} blocks needs {_gib(needed)}. "
+            "Lower scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.num_blocks or "
+            "model.kv_cache_gib, or take a smaller model."
         )
     return PoolSize(num_blocks=blocks, max_model_len=min(max_model_len, blocks * block_size))

@@ -1,4 +1,4 @@
-"""The model's options: what to load, in which precision, and how much memory it may take. Importing this loads no torch."""
+"""The model's options: what to load, in which precision, in how much memory. Importing this loads no torch."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,7 +22,7 @@ class ModelOptions:
     device: Literal["auto", "cpu"] = _option("auto", "Where the model runs.")
     threads: int = _option(
         0,
-        "Threads of a forward on the CPU; 0 takes the cores that this process may use, less one for the loop from three on.",
+        "Threads of a forward on the CPU; 0 takes the cores that this process may use, of three or more all but one.",
     )
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _option(
         "auto", "How weights are stored; dummy makes random ones from the config alone."
