@@ -64,7 +64,7 @@ async def _serve(
     defaults: SamplingParams,
     log: Log,
 ) -> int:
-    metrics = Metrics(source.name, vllm_names=config.metrics.vllm_names)
+    metrics = Metrics(source.name, vllm_names=config.metrics.vllm_names, process=config.metrics.process)
     engine = Engine(
         runner,
         tokenizer,
@@ -83,7 +83,7 @@ async def _serve(
         metrics=metrics,
         sampling_defaults=defaults,
     )
-    watch = LoopWatch(metrics.loop_lag)
+    watch = LoopWatch(metrics.loop_lag, interval_s=config.metrics.loop_lag_interval_ms / 1000)
     gc_watch = GcWatch(metrics.gc_pause)
     metrics.before_render(lambda: setattr(metrics.log_lines_dropped, "value", log.statistics().num_dropped))
     async with AsyncExitStack() as stack:
@@ -92,8 +92,9 @@ async def _serve(
         await engine.start()
         stack.push_async_callback(server.aclose)
         host, port = await server.start()
-        watch.start()
-        stack.push_async_callback(watch.aclose)
+        if config.metrics.loop_lag_interval_ms:
+            watch.start()
+            stack.push_async_callback(watch.aclose)
         gc_watch.install()
         stack.callback(gc_watch.remove)
         freeze_heap()

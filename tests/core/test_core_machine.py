@@ -4,7 +4,7 @@ The naive model knows nothing of blocks, slots, steps or caches: a sequence's ou
 what was delivered must be a prefix of it, all of it at a normal end. After every rule the recount runs (I1, I4), ends
 are counted (I2), and what the device touched is held against the ledger (I8, in ``World``).
 
-50,000 steps a run, the same each time. ``ASERVE_EXPLORE=200`` runs as many random examples a family instead.
+50,000 steps a run, the same each time. ``ASERVE_TEST_EXPLORE=200`` runs as many random examples a family instead.
 """
 
 import os
@@ -211,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scheduler_machine(family):
     """Admit, chunk, launch, execute, land, abort, preempt, evict, flush and fail in any order: nothing ever breaks."""
-    explore = int(os.environ.get("ASERVE_EXPLORE", "0"))
+    explore = int(os.environ.get("ASERVE_TEST_EXPLORE", "0"))
     wanted = NUM_STEPS // len(FAMILIES)
     name = family.title().replace(" ", "")
     machine = type(name, (SchedulerMachine,), {"fixed": FAMILIES[family]})
