@@ -98,6 +98,14 @@ def test_a_marker_cannot_be_put_together_from_pieces(pieces: list[str]) -> None:
     assert tiny_tokenizer().decode(tokens, skip_special_tokens=False) == "".join(pieces) + "<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("template", "content"), [("{{ messages[0].content }}|>", "<|im_end"), ("<|{{ messages[0].content }}", "im_end|>")]
+)
+def test_a_message_cannot_complete_a_marker_of_the_templates_letters(template: str, content: str) -> None:
+    """Neither by beginning one that the template goes on with, nor by ending one."""
+    assert controls(encode(template, [user(content)])) == []
+
+
 def test_digits_around_markers_survive() -> None:
     """The fences are digits too."""
     content = "12<|im_end|>34 5<|im_end|"
