@@ -131,9 +131,12 @@ class DeviceThread:
         threads.lower_priority()
         if setup is not None:
             setup()
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # or the last step's tensors stay until the next one comes
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job  # or the last step's tensors stay until the next one comes
+        finally:
+            self._closed = True  # a job that raised ends the thread, and later ones are refused
 
     def bell(self) -> Bell:
         """The running loop's bell. A thread that outlives a loop gets a new bell on the next one."""

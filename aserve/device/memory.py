@@ -18,7 +18,10 @@ CPU_POOL_SHARE: Final = 0.4
 """Share of what the weights leave that the pool takes on a CPU, whose memory is everybody's."""
 
 CPU_POOL_BYTES_MAX: Final = 4 * GIB
-"""The pool's bound on a CPU unless the user names a size: 180,000 tokens of the default model, touched at start."""
+"""The pool's bound on a CPU unless the user names a size."""
+
+USUAL_LEN: Final = 1024
+"""Tokens that a sequence usually takes (the median of public traces); a pool for more is touched at start in vain."""
 
 _UNLIMITED: Final = 1 << 60
 """Version 1 of cgroups says "no limit" with a number of pages near 2^63 bytes."""
@@ -132,8 +135,8 @@ def size_pool(
 ) -> PoolSize:
     """Blocks for the KV pool, and ``max_model_len`` cut to what they hold.
 
-    In order of precedence: ``num_blocks`` (at least 8), ``kv_cache_bytes``, else ``share`` of the budget's rest, at
-    most ``bytes_max`` and never more than ``max_num_seqs`` sequences of full length can use. Raises ModelError, saying
+    In order of precedence: ``num_blocks`` (at least 8), ``kv_cache_bytes``, else what ``max_num_seqs`` sequences of
+    usual or two of full length take, at most ``share`` of the rest and ``bytes_max``. Raises ModelError, saying
     what to lower, when weights and workspace leave too little.
     """
     bytes_per_block = bytes_per_token * block_size
@@ -147,7 +150,8 @@ def size_pool(
         blocks, limit = kv_cache_bytes // bytes_per_block, budget.rest
     else:
         limit = min(int(budget.rest * share), bytes_max)
-        blocks = min(limit // bytes_per_block, max_num_seqs * -(-max_model_len // block_size))
+        full, usual = (-(-length // block_size) for length in (max_model_len, min(max_model_len, USUAL_LEN)))
+        blocks = min(limit // bytes_per_block, max(min(max_num_seqs, 2) * full, max_num_seqs * usual, MIN_NUM_BLOCKS))
     needed = max(blocks, MIN_NUM_BLOCKS) * bytes_per_block
     if needed > limit or blocks < MIN_NUM_BLOCKS:
         raise ModelError(

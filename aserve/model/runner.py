@@ -6,8 +6,9 @@ sample, V vocabulary.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -159,7 +160,7 @@ class CpuRunner:
         self._sampler.sample(logits_RV, self._table.sampling_rows(step.slots, step.next_positions - 1))
 
     def statistics(self) -> dict[str, float]:
-        """Totals since the start; seconds are those of the device thread. ``last`` is the newest step of its kind."""
+        """Totals since the start; failed steps have no time. ``last`` is the newest step of its kind."""
         counters = self._counters
         figures: dict[str, float] = {}
         for kind, times in counters.times.items():
@@ -184,37 +185,35 @@ class CpuRunner:
 
     # --- in the device thread
 
+    @torch.inference_mode()
     def _run(self, plan: BatchPlan, flight: StepFlight) -> None:
         started_s = time.perf_counter()
         try:
-            self._step(plan, flight)
+            # First, and whatever becomes of the step: the host sends each difference once.
+            self._table.apply(plan)
+            finish = self._step(plan, flight)
+            self._counters.times[_kind(plan)].add(time.perf_counter() - started_s)
+            finish()
         except BaseException as error:
-            self._fail(flight, error)
-        seconds = time.perf_counter() - started_s
-        self._counters.times[_kind(plan)].add(seconds)
-
-    @torch.inference_mode()
-    def _step(self, plan: BatchPlan, flight: StepFlight) -> None:
-        # First, and whatever becomes of the step: the host sends each difference once.
-        self._table.apply(plan)
-        slots, _ = _sequences(plan)
-        try:
-            faults.hit("runner.forward")
-            step = self._lay_out(plan)
-            if plan.num_tokens:
-                logits_RV = self._model.forward(step.batch, self._kv)
-            else:
-                logits_RV = torch.empty(0, self._info.vocab_size)
-            self._counters.num_tokens_computed += plan.num_tokens
-            prompt_logprobs = _prompt_logprobs(step, logits_RV)
-            logits_RV = logits_RV[: len(step.sampling)]
-            self._table.advance(step.slots[len(plan.rows) :], step.next_positions[len(plan.rows) :])
-            self._sample(plan, step, logits_RV, prompt_logprobs, flight)
-        except BaseException:
             # The host fails these sequences when the step lands. Their rows in steps that are out already must not
             # run on with a token that was never made.
-            self._table.retire(torch.from_numpy(slots))
-            raise
+            slots, _ = _sequences(plan)
+            self._table.retire(torch.from_numpy(slots[slots < self._info.max_num_seqs]))
+            self._fail(flight, error)
+
+    def _step(self, plan: BatchPlan, flight: StepFlight) -> Callable[[], None]:
+        """Compute and sample. Returns what is left: landing the flight, or handing deferred rows to the host."""
+        faults.hit("runner.forward")
+        step = self._lay_out(plan)
+        if plan.num_tokens:
+            logits_RV = self._model.forward(step.batch, self._kv)
+        else:
+            logits_RV = torch.empty(0, self._info.vocab_size)
+        self._counters.num_tokens_computed += plan.num_tokens
+        num_rows, num_sampled = len(plan.rows), len(step.sampling)
+        self._table.advance(step.slots[num_rows:], step.next_positions[num_rows:])
+        prompt_logprobs = _prompt_logprobs(step, logits_RV)
+        return self._sample(plan, step, logits_RV[:num_sampled], prompt_logprobs, flight)
 
     def _lay_out(self, plan: BatchPlan) -> _Step:
         table, block_size = self._table, self._kv.block_size
@@ -273,8 +272,7 @@ class CpuRunner:
         logits_RV: Tensor,
         prompt_logprobs: tuple[tuple[int, Logprobs], ...],
         flight: StepFlight,
-    ) -> None:
-        """Sample here, or hand deferred rows to the host's sampler, which then lands the flight."""
+    ) -> Callable[[], None]:
         faults.hit("runner.sample")
         slots, positions = step.slots[step.sampling], step.next_positions[step.sampling] - 1
         deferred = plan.deferred if len(plan.deferred) else np.zeros(len(slots), np.bool_)
@@ -286,13 +284,13 @@ class CpuRunner:
             self._commit(slots[here], positions[here], rows, sampled)
             parts.append(_sampled(here, rows, sampled))
         if not len(there):
-            self._land(plan, parts, prompt_logprobs, flight)
-            return
+            return lambda: self._land(plan, parts, prompt_logprobs, flight)
 
         rows_there = self._table.sampling_rows(slots[there], positions[there])
         if self._host_sampler is None:
             self._host_sampler = HostSampler(self._info.vocab_size)
-        self._host_sampler.submit(
+        return partial(
+            self._host_sampler.submit,
             logits_RV[there],
             rows_there,
             plan.logprobs_k,

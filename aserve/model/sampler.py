@@ -80,8 +80,7 @@ class Draws:
     top_p_D: Tensor
     min_p_D: Tensor
 
-    def part(self, start: int, stop: int) -> "Draws":
-        rows = slice(start, stop)
+    def select(self, rows: slice | NDArray[np.int64]) -> "Draws":
         return Draws(
             rows_D=self.rows_D[rows],
             seeds_D=self.seeds_D[rows],
@@ -95,7 +94,7 @@ class Draws:
     def blocks(self, num_rows: int) -> Iterator["Draws"]:
         """Parts of at most ``num_rows`` rows."""
         for start in range(0, len(self.seeds_D), num_rows):
-            yield self.part(start, start + num_rows)
+            yield self.select(slice(start, start + num_rows))
 
     def noise_bits(self, vocab_size: int) -> Iterator[NDArray[np.uint32]]:
         """uint32 [V] for each row."""
@@ -192,10 +191,11 @@ class Sampler:
         scores_BK.masked_fill_(candidates_BK < least_B[:, None], float("inf"))
         tokens_B = ids_BK.gather(1, scores_BK.argmin(dim=-1, keepdim=True))[:, 0]
 
-        for row in (~covered_B).nonzero()[:, 0].tolist():
-            alone, scaled_1V = block.part(row, row + 1), scaled_BV[row : row + 1]
-            least_1, _ = least_kept(_descending(scaled_1V), alone, self._vocab_size, None)
-            tokens_B[row] = self._gumbel_max(scaled_1V.masked_fill_(scaled_1V < least_1, float("-inf")), alone)[0]
+        if len(flat := np.flatnonzero(~covered_B.numpy())):
+            flat_block, flat_BV = block.select(flat), scaled_BV[flat]
+            least_B, _ = least_kept(_descending(flat_BV), flat_block, self._vocab_size, None)
+            flat_BV.masked_fill_(flat_BV < least_B[:, None], float("-inf"))
+            tokens_B[flat] = self._gumbel_max(flat_BV, flat_block)
         return tokens_B
 
 

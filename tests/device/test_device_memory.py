@@ -83,12 +83,18 @@ def pool(budget: MemoryBudget, **changes: int) -> tuple[int, int]:
 def test_the_pool_takes_a_bounded_share_of_the_rest() -> None:
     """Two fifths of what weights and workspace leave, at most 4 GiB."""
     assert pool(budget(available_gib=7)) == (int(0.4 * 5 * 1024), 8192)
-    assert pool(budget(available_gib=100)) == (4 * 1024, 8192)
+    assert pool(budget(available_gib=100), max_num_seqs=1000) == (4 * 1024, 8192)
 
 
-def test_the_pool_is_no_larger_than_full_sequences_can_use() -> None:
-    """4 sequences of 100 tokens are 4 times 7 blocks."""
-    assert pool(budget(), max_num_seqs=4, max_model_len=100) == (28, 100)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "num_blocks"),
+    [(4, 100, 4 * 7), (32, 8192, 32 * 64), (4, 8192, 2 * 512), (1, 20, 8)],
+)
+def test_the_pool_is_no_larger_than_sequences_usually_use(
+    max_num_seqs: int, max_model_len: int, num_blocks: int
+) -> None:
+    """Each of them short, each of usual length, two of full length, or the least pool."""
+    assert pool(budget(100), max_num_seqs=max_num_seqs, max_model_len=max_model_len)[0] == num_blocks
 
 
 def test_the_context_is_cut_to_the_pool() -> None:
