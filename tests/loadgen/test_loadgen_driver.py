@@ -8,6 +8,7 @@ import pytest
 from loadgen_stub import CLOSE, END, HEAD, ScriptedServer, chunk, content, finish, options, run_virtual, stream
 
 from loadgen.arrivals import ClosedLoop, Poisson
+from loadgen.client import BODY_END_TIMEOUT_S
 from loadgen.metrics import summarise
 
 
@@ -175,6 +176,7 @@ def test_a_body_that_does_not_end_after_done_costs_only_its_connection():
 
     assert [s.error for s in result.samples] == [None, None]
     assert result.samples[0].end_s == pytest.approx(0.5)
+    assert server.arrivals_s[1] - server.arrivals_s[0] == pytest.approx(0.5 + BODY_END_TIMEOUT_S)
     assert server.num_connections == 2
 
 
