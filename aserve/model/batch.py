@@ -36,7 +36,8 @@ class ForwardBatch:
     token_ids_T, positions_T: int64. slot_mapping_T: int64, where a token's K/V goes: block * block_size + offset;
     padding and done rows point into block 0.
     block_tables_SB: int32; entries beyond a sequence's context may hold anything that is a valid block id (0 is).
-    query_starts: S + 1 host ints, sequence s has tokens [query_starts[s], query_starts[s + 1]), at consecutive positions.
+    query_starts: S + 1 host ints; sequence s has tokens [query_starts[s], query_starts[s + 1]), positions consecutive.
+    Tokens from query_starts[S] on, if any, are padding: they write to block 0 and attend to nothing.
     context_lens: S host ints, tokens of the sequence in the cache after this step, the step's own included (>= 1).
     context_lens_S: the same on the device, int32.
     logit_rows_R: int64, indices into T.

@@ -40,6 +40,12 @@ class KVTensors:
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
+    def write(self, layer: int, slot_mapping_T: Tensor, kv_T2HD: Tensor) -> None:
+        """Puts each token's K and V where the mapping says; where several share a slot of block 0, any of them wins."""
+        num_kv_heads, head_dim = kv_T2HD.shape[2:]
+        slots = self.layers[layer].view(2, num_kv_heads, -1, head_dim)
+        slots.index_copy_(2, slot_mapping_T, kv_T2HD.permute(1, 2, 0, 3))
+
     def poison(self, blocks: list[int] | None = None) -> None:
         """Debugging: fill the blocks (None: all of them) with NaN, so that a stale read shows as an invalid row."""
         for layer in self.layers:
