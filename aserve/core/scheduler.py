@@ -187,7 +187,8 @@ class Scheduler:
         chunks = [self._take_chunk(sequence, count, step, joins, table_writes) for sequence, count in picked]
         chunk_sequences = [sequence for sequence, _ in picked]
         rows += [sequence for sequence, chunk in zip(chunk_sequences, chunks, strict=True) if chunk.last]
-        row_slots = np.array([sequence.slot for sequence in rows], np.int32)
+        last_slots = [chunk.slot for chunk in chunks if chunk.last]
+        row_slots = np.concatenate((slots.astype(np.int32), np.array(last_slots, np.int32)))
         on_host = self.options.sampler == "host"
         plan = BatchPlan(
             step=step,
@@ -485,28 +486,32 @@ class Scheduler:
         length = book.length[slots]
         is_stop = (book.stop_ids[slots] == tokens[:, None]).any(axis=1) & (length >= book.min_length[slots])
         is_end = length + 1 >= book.max_length[slots]
-        is_done = (result.flags & FLAG_DONE) != 0
         is_bad = ((result.flags & FLAG_INVALID) != 0) | (tokens < 0) | (tokens >= self.vocab_size)
+        disagrees = ((result.flags & FLAG_DONE) != 0) != (is_stop | is_end)
         self.counters.num_wasted_rows += len(slots) - int(alive.sum())
 
         finishes: list[Finish] = []
         entries: list[tuple[SequenceId, int, int]] = []
+        # Lists, since a numpy scalar costs more to look at than all else that most rows need.
+        is_last = (is_stop | is_end | is_bad | disagrees).tolist()
+        values = tokens.tolist()
         for row in np.flatnonzero(alive).tolist():
-            sequence, token = step.rows[row], int(tokens[row])
-            if is_bad[row]:
-                finishes.append(Finish(sequence.id, FinishReason.ERROR, detail="The model gave no valid token."))
-            elif is_done[row] != (is_stop[row] or is_end[row]):
-                detail = f"Device and host disagree on whether token {len(sequence.output)} is the last one."
-                finishes.append(Finish(sequence.id, FinishReason.ERROR, detail=detail))
-            elif not sequence.spec.params.max_tokens:
-                finishes.append(Finish(sequence.id, FinishReason.LENGTH))
-            else:
-                sequence.output.append(token)
-                entries.append((sequence.id, token, row))
-                if is_stop[row]:
-                    finishes.append(Finish(sequence.id, FinishReason.STOP, stop_token=token))
-                elif is_end[row]:
+            sequence, token = step.rows[row], values[row]
+            if is_last[row]:
+                if is_bad[row]:
+                    finishes.append(Finish(sequence.id, FinishReason.ERROR, detail="The model gave no valid token."))
+                    continue
+                if disagrees[row]:
+                    detail = f"Device and host disagree on whether token {len(sequence.output)} is the last one."
+                    finishes.append(Finish(sequence.id, FinishReason.ERROR, detail=detail))
+                    continue
+                if not sequence.spec.params.max_tokens:
                     finishes.append(Finish(sequence.id, FinishReason.LENGTH))
+                    continue
+                reason, stop_token = (FinishReason.STOP, token) if is_stop[row] else (FinishReason.LENGTH, None)
+                finishes.append(Finish(sequence.id, reason, stop_token))
+            sequence.output.append(token)
+            entries.append((sequence.id, token, row))
         accepted = np.array([row for _, _, row in entries], np.intp)
         book.length[slots[accepted]] += 1
         book.last_token[slots[accepted]] = tokens[accepted]
