@@ -8,7 +8,7 @@ import orjson
 
 from aserve.engine.generation import Delta, TokenLogprob, Usage
 from aserve.errors import GenerationFailed
-from aserve.server.logprobs import TextLogprobs, TokenBytes, chat_logprobs, prompt_logprobs
+from aserve.server.logprobs import TextLogprobs, TokenBytes, chat_logprobs, of_prompt, prompt_logprobs
 from aserve.server.ports import Stream
 from aserve.server.problems import fault_of
 from aserve.server.sse import Echo, escape_line_breaks, usage_object
@@ -88,7 +88,8 @@ def chat_answer(
         entries.append(entry)
     answer = {**base, "object": "chat.completion", "choices": entries, "usage": usage_object(usage)}
     if options.num_prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, token_bytes)
+        entries_of_prompt = of_prompt(prompt_token_ids, choices[0].prompt_logprobs)
+        answer["prompt_logprobs"] = prompt_logprobs(entries_of_prompt, token_bytes)
     if options.token_ids:
         answer["prompt_token_ids"] = list(prompt_token_ids)
     return _json(answer)
@@ -109,7 +110,8 @@ def text_answer(
     for index, choice in enumerate(choices):
         prompt = index // num_children
         echo = echoes[prompt] if echoes else None
-        from_prompt = choices[prompt * num_children].prompt_logprobs  # the same for each child; the first one has them
+        # The same for each child; the first one has them.
+        from_prompt = of_prompt(prompt_token_ids[prompt], choices[prompt * num_children].prompt_logprobs)
         logprobs = None
         if options.num_top_logprobs is not None:
             tokens: list[int] = [*echo.token_ids, *choice.tokens] if echo else choice.tokens

@@ -27,6 +27,8 @@ CLIENT_GONE: Final = 499
 """Counted for a client that left before its answer; never sent."""
 LAST_WORDS_S: Final = 2.0
 """How long answers may take to leave the sockets once the engine has ended them all."""
+METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Labels; a client may send any other word."""
 SPARE_DESCRIPTORS: Final = 64
 """File descriptors that connections leave to the rest of the process."""
 
@@ -94,11 +96,11 @@ class Server:
         """Listen; returns the address that was bound. Raises ConfigError if it cannot be."""
         self._http = HttpServer(self._handle, limits=self._limits, fault_handler=self._malformed, log=self._log)
         host, port = self._options.host, self._options.port
+        if not 0 <= port <= 65535:  # uvloop would take it modulo 65536
+            raise ConfigError(f"server.port is {port}, but ports go from 0 to 65535.")
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(self._http, host, port, backlog=1024, reuse_address=True)
-        except OverflowError:
-            raise ConfigError(f"server.port is {port}, but ports go from 0 to 65535.") from None
         except OSError as error:
             raise ConfigError(_why_not_bound(error, host, port)) from None
         address = self._listener.sockets[0].getsockname()
@@ -205,11 +207,12 @@ class Server:
     def _finish(self, call: Call, status: int) -> None:
         """The request's one line, and its count. No prompts, no keys, no paths that clients made up."""
         seconds = call.elapsed_s
-        self._metrics.http_request(call.route, call.request.method, status, seconds)
+        method = call.request.method if call.request.method in METHODS else "other"
+        self._metrics.http_request(call.route, method, status, seconds)
         self._log.info(
             "request.finished",
             request_id=call.label,
-            method=call.request.method[:16],
+            method=method,
             route=call.route,
             status=status,
             ms=round(seconds * 1000, 3),

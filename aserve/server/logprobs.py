@@ -70,6 +70,11 @@ class TextLogprobs:
         return top
 
 
+def of_prompt(token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> list[TokenLogprob | None]:
+    """One entry a prompt token: the first tokens have none where fewer came (a prompt of one token has none at all)."""
+    return [None] * (len(token_ids) - len(entries)) + list(entries)
+
+
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
     """One object a prompt token, keyed by token id; null for the first, which nothing precedes."""
     return [None if entry is None else _by_id(entry, token_bytes) for entry in entries]

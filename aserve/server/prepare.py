@@ -13,10 +13,10 @@ from aserve.server.ports import Renderer, Vocabulary
 from aserve.server.prompts import Prompt, TemplateChoices, as_prompt_ids, chat_ids, completion_prompts
 from aserve.server.sampling import ModelFacts, sampling_params, truncate_to
 from aserve.server.schema import (
+    ApplyTemplateRequest,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
-    TemplateFields,
     convert,
     parse_json,
     unknown_fields,
@@ -72,7 +72,7 @@ class Preparer:
         if name is not None and name not in self._model_names:
             raise ModelNotFound(f"The model '{name[:128]}' is not served here.", param="model")
 
-    def template_choices(self, fields: TemplateFields) -> TemplateChoices:
+    def template_choices(self, fields: ChatRequest | ApplyTemplateRequest) -> TemplateChoices:
         return TemplateChoices.of(
             fields.messages,
             add_generation_prompt=fields.add_generation_prompt,

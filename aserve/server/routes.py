@@ -1,6 +1,7 @@
 """The endpoints. Each handler takes a Call and returns the answer, or raises an AserveError for the dispatcher to
 send."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from aserve.errors import (
     RateLimited,
     Unsupported,
 )
+from aserve.obs.metrics import CONTENT_TYPE
 from aserve.server.answers import collect
 from aserve.server.body import check_json_headers, read_body
 from aserve.server.call import Call, plain_names
@@ -54,7 +56,6 @@ T = TypeVar("T")
 
 MAX_NOTED_NAMES: Final = 256
 """Unknown fields that are logged, each once; clients choose the names, so there must be an end."""
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class Api:
         self._body_cap = limits.body_cap(engine.info.max_model_len)
         self._num_open: Counter[str] = Counter()  # generations by owner
         self._noted_names: set[str] = set()
+        self._scraping = asyncio.Lock()
         self._started_at = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -363,8 +365,9 @@ class Api:
         return call.json(orjson.dumps({"status": "unavailable", "reason": reason}), status=503)
 
     async def metrics(self, call: Call) -> web.StreamResponse:
-        page = self._metrics.render(self._engine.statistics())
-        return web.Response(body=page, headers={**call.headers, "Content-Type": METRICS_TYPE})
+        async with self._scraping:  # one page at a time: each takes milliseconds of a thread
+            page = await asyncio.to_thread(self._metrics.render, self._engine.statistics())
+        return web.Response(body=page, headers={**call.headers, "Content-Type": CONTENT_TYPE})
 
     async def version(self, call: Call) -> web.StreamResponse:
         return call.json(orjson.dumps({"version": aserve.__version__}))

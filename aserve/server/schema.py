@@ -80,19 +80,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[Any] | None = None
 
 
-class TemplateFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How messages become a prompt."""
+_Messages = Annotated[list[Message], Meta(min_length=1)]
+_ReasoningEffort = Annotated[str, Meta(max_length=32)]
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: _Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-
-
-class ChatRequest(SamplingFields, TemplateFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
-
+    reasoning_effort: _ReasoningEffort | None = None
     max_completion_tokens: _NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
@@ -114,13 +113,13 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: _ReasoningEffort | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +129,15 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
-class ApplyTemplateRequest(TemplateFields, frozen=True, kw_only=True):
+class ApplyTemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /apply-template."""
 
     model: str | None = None
+    messages: _Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: _ReasoningEffort | None = None
 
 
 IGNORED = frozenset(

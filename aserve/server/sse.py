@@ -13,7 +13,7 @@ import orjson
 
 from aserve.engine.generation import Delta, TokenLogprob, Usage
 from aserve.errors import AserveError
-from aserve.server.logprobs import TextLogprobs, TokenBytes, chat_logprobs
+from aserve.server.logprobs import TextLogprobs, TokenBytes, chat_logprobs, of_prompt
 from aserve.server.problems import error_body
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -238,8 +238,8 @@ class TextChunks(ChunkEncoder):
         if self._echoes:
             echo = self._echoes[choice.index // self._num_children]
             text = echo.text
-            if echo.logprobs:
-                logprobs = self._lists[choice.index].take(echo.token_ids, echo.logprobs)
+            if self._options.logprobs is not None:
+                logprobs = self._lists[choice.index].take(echo.token_ids, of_prompt(echo.token_ids, echo.logprobs))
         entry = self._choice(choice.index, text, None, logprobs)
         if self._options.token_ids:
             entry["prompt_token_ids"] = list(self._prompt_token_ids[choice.index // self._num_children])
