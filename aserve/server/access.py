@@ -81,7 +81,7 @@ class Origins:
         return {
             "Allow": methods,
             "Access-Control-Allow-Methods": methods,
-            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-ID, X-Stainless-*, *",
+            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-ID, *",
             "Access-Control-Max-Age": "600",
         }
 

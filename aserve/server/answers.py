@@ -52,6 +52,16 @@ async def collect(stream: Stream, num_choices: int, *, is_draining: Callable[[],
     return choices
 
 
+def num_logprobs(choices: Sequence[Choice]) -> int:
+    """Entries that an answer of these lists, alternatives included."""
+    return sum(
+        1 + len(entry.top)
+        for choice in choices
+        for entry in (*choice.logprobs, *choice.prompt_logprobs)
+        if entry is not None
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
     """What a plain answer carries beside its text. num_top_*: None is off."""

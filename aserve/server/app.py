@@ -188,6 +188,7 @@ class Server:
         if route is None or not route.is_open:
             call.owner = self._keys.owner_of(request)
         route, call.parameter = self._router.find(request.method, path)
+        call.is_probe = route.is_open
         return await route.handler(call)
 
     def _problem(self, call: Call, error: AserveError) -> web.Response:
@@ -209,7 +210,9 @@ class Server:
         seconds = call.elapsed_s
         method = call.request.method if call.request.method in METHODS else "other"
         self._metrics.http_request(call.route, method, status, seconds)
-        self._log.info(
+        # Probes and scrapes come every few seconds and would drown the rest.
+        log = self._log.debug if call.is_probe and status < 400 else self._log.info
+        log(
             "request.finished",
             request_id=call.label,
             method=method,

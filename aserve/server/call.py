@@ -35,6 +35,7 @@ class Call:
     route: str = "other"
     parameter: str = ""
     owner: str = ""
+    is_probe: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 

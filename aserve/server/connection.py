@@ -5,6 +5,7 @@ has a clock for each of the three. A half-closed socket counts as a disconnect: 
 """
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +23,7 @@ _TOO_MANY_BODY = (
 )
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (len(_TOO_MANY_BODY), _TOO_MANY_BODY)
+    b"X-Request-ID: req-%%b\r\nContent-Length: %d\r\n\r\n%b" % (len(_TOO_MANY_BODY), _TOO_MANY_BODY)
 )
 
 
@@ -75,7 +76,7 @@ class Connection(web.RequestHandler):
         self._socket.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
         if self._limits.max_connections and self._counts.open > self._limits.max_connections:
             self._counts.refused += 1
-            self._socket.write(_TOO_MANY)
+            self._socket.write(_TOO_MANY % uuid.uuid4().hex.encode())
             self._close_socket_soon()
             return
         super().connection_made(transport)
@@ -160,7 +161,7 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        self._log.error("connection_fault", error=repr(kwargs.get("exc_info")))
+        self._log.error("connection.fault", error=repr(kwargs.get("exc_info")))
 
 
 class HttpServer(web.Server):

@@ -86,7 +86,7 @@ class Preparer:
         fields = convert(raw, ChatRequest)
         self.check_model(fields.model)
         self._check_common(fields)
-        if fields.top_logprobs is not None and not fields.logprobs:
+        if fields.top_logprobs and not fields.logprobs:
             raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         sent = fields.max_completion_tokens
         param = "max_tokens" if sent is None else "max_completion_tokens"

@@ -50,6 +50,9 @@ class RecordingLog:
 
     records: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
+    def debug(self, event: str, /, **fields: Any) -> None:
+        self.records.append(("debug", event, fields))
+
     def info(self, event: str, /, **fields: Any) -> None:
         self.records.append(("info", event, fields))
 

@@ -338,6 +338,17 @@ async def test_figures_for_people_and_machines() -> None:
     assert list(version) == ["version"] and flushed == {"num_blocks": 3}
 
 
+async def test_probes_are_logged_for_debugging_only() -> None:
+    """A probe every second would drown the log; one that fails is told."""
+    async with serving() as served:
+        await served.get("/health")
+        served.engine.state = FakeHealth(alive=False, reason="dead")
+        await served.get("/health")
+
+        lines = [(level, fields["status"]) for level, name, fields in served.log.records if name == "request.finished"]
+    assert lines == [("debug", 200), ("info", 503)]
+
+
 async def test_one_line_is_logged_for_a_request_and_no_prompt_in_it() -> None:
     """Ids, route, status, counts and time; nothing that the client said."""
     async with serving() as served:

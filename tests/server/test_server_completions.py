@@ -130,6 +130,16 @@ async def test_prompt_alone(logprobs: int | None, stream: bool) -> None:
         assert choices[0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
 
 
+async def test_many_logprobs_are_listed_off_the_loop() -> None:
+    """An answer of thousands of entries is the same as a small one, only built elsewhere."""
+    fields = {"prompt": "ab" * 100, "echo": True, "logprobs": 5, "max_tokens": 1}
+    async with serving() as served:
+        logprobs = (await served.post(PATH, fields)).json["choices"][0]["logprobs"]
+
+    assert len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == 201
+    assert logprobs["text_offset"] == list(range(201))
+
+
 async def test_echo_of_token_ids_is_their_text() -> None:
     """A prompt of ids is echoed as it decodes, control tokens included."""
     async with serving() as served:

@@ -435,7 +435,7 @@ async def test_bug_in_the_middle_of_a_stream_does_not_look_like_its_end() -> Non
         body = (await answer).body.decode()
 
         assert "[DONE]" not in body and "internal_error" in body
-        assert isinstance(served.log.fields_of("request.finished")[-1]["cause"], IndexError)
+        assert isinstance(served.log.fields_of("request.finished")[-1]["exc_info"], IndexError)
 
 
 async def test_stream_that_just_stops_is_an_error() -> None:
