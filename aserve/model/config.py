@@ -211,7 +211,8 @@ def _rope(config: dict[str, Any], family: _Family, head_dim: int) -> tuple[RopeC
     kind = parameters.get("rope_type", parameters.get("type")) or "default"
     if kind not in ROPE_KINDS:
         return None, f"rope type {kind!r} is not one of {', '.join(ROPE_KINDS)}"
-    if float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0) != 1.0:
+    turned = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if float(turned) != 1.0:
         return None, "its rope turns only part of each head"
     if head_dim % 2:
         return None, f"its rope cannot pair the {head_dim} dimensions of a head"
@@ -228,11 +229,10 @@ def _rope(config: dict[str, Any], family: _Family, head_dim: int) -> tuple[RopeC
     )
     if factor is None and kind == "yarn":
         factor = (_first_int(config, "max_position_embeddings") or family.max_positions) / original
+    stated = {**parameters, "factor": factor}
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    missing = [name for name in needed if name != "factor" and parameters.get(name) is None]
-    if factor is None:
-        missing.insert(0, "factor")
-    if missing:
+    missing = [name for name in needed if stated.get(name) is None]
+    if factor is None or missing:
         raise ModelError(f"The rope parameters in config.json are of type {kind!r} but lack {', '.join(missing)}.")
     return RopeConfig(
         kind=kind,

@@ -130,7 +130,7 @@ class Decoder:
             if layer.uses_rope:
                 rotate_(qk_TAD, cos, sin)
             kv.write(index, batch.slot_mapping_T, qkv[:, q_size:].view(num_tokens, 2, num_kv_heads, head_dim))
-            out_TAD = attend(qk_TAD[:, :num_heads], kv.layers[index], scale=scale, window=layer.window)
+            out_TAD = attend(qk_TAD[:, :num_heads], index, scale=scale, window=layer.window)
             x_TC = layer.o(out_TAD.view(num_tokens, q_size)).add_(x_TC)
 
             gate_TI, up_TI = layer.gate_up(F.rms_norm(x_TC, hidden_size, layer.post_norm_C, eps)).chunk(2, -1)

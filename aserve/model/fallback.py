@@ -2,8 +2,8 @@
 
 transformers calls attention through a table of functions by name. Ours writes the step's K/V into the paged cache and
 attends there; transformers then builds neither a mask nor a cache of its own. All tokens of a step go in as one row,
-with their positions beside them. Each model is tried at load against its own eager attention, so that one whose code departs
-from this (biases in the scores, state beside the cache, other masks) is refused rather than served wrong.
+with their positions beside them. Each model is tried at load against its own eager attention, so that one whose code
+departs from this (biases in the scores, state beside the cache, other masks) is refused rather than served wrong.
 
 Shape suffixes: T tokens of the step, A query heads, H kv heads, D head_dim, V vocabulary.
 """
@@ -73,7 +73,8 @@ def load_fallback(
     try:
         if dummy:
             torch.manual_seed(0)
-            module = transformers.AutoModelForCausalLM.from_config(
+            auto_model: Any = transformers.AutoModelForCausalLM
+            module = auto_model.from_config(
                 hf_config, dtype=dtype, attn_implementation=_ATTENTION_NAME, trust_remote_code=False
             )
         else:
@@ -134,10 +135,10 @@ class FallbackModel:
             raise ModelError(f"{self._why} it cannot be tried: {_sentence(error)}") from error
         finally:
             self._module.set_attn_implementation(own)
-        error = (ours_RV - theirs_RV).square().mean().sqrt() / theirs_RV.std().clamp_min(1e-6)
-        if not error < (1e-3 if self._kv_shape.dtype == torch.float32 else 0.1):
+        distance = float((ours_RV - theirs_RV).square().mean().sqrt() / theirs_RV.std().clamp_min(1e-6))
+        if not distance < (1e-3 if self._kv_shape.dtype == torch.float32 else 0.1):
             raise ModelError(
-                f"{self._why} paged attention does not give its own logits (off by {float(error):.2g} of their spread)."
+                f"{self._why} paged attention does not give its own logits (off by {distance:.2g} of their spread)."
             )
 
     def _survey(self, dtype: torch.dtype) -> KVShape:
@@ -183,10 +184,10 @@ def _attention(
     step = _context.get()
     _, num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    layer = getattr(module, "layer_idx", None)
+    layer: int = getattr(module, "layer_idx", -1)
     if isinstance(step, _Survey):
         _check_call(module, key, value, attention_mask, kwargs)
-        if layer is None or layer in step.shapes:
+        if layer in step.shapes:
             raise ValueError("its attention layers are not numbered")
         step.shapes[layer] = (num_kv_heads, head_dim)
         return query.new_zeros(1, num_tokens, num_heads, head_dim), None
@@ -194,7 +195,7 @@ def _attention(
     step.kv.write(layer, step.batch.slot_mapping_T, kv_T2HD.to(step.kv.shape.dtype))
     out_TAD = step.attention(softcap)(
         query[0].transpose(0, 1).contiguous(),
-        step.kv.layers[layer],
+        layer,
         scale=head_dim**-0.5 if scaling is None else scaling,
         window=sliding_window,
     )

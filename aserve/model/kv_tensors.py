@@ -13,13 +13,16 @@ from aserve.model.batch import KVShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTensors:
-    """One tensor a layer, [2, H, N, P, D], K first.
+    """One tensor a layer, [2, H, N, P, D], K first, and the same memory in the two shapes that each step needs.
 
+    blocks: [2 * H * N, P * D], a row a head's block, row (k_or_v * H + head) * N + block. slots: [2, H, N * P, D].
     Heads come before blocks, so that blocks selected along N lie behind one another as [H, S * B * P, D]: a gathered
     batch of sequences is then one batched matmul's operand without a further copy.
     """
 
     layers: tuple[Tensor, ...]
+    blocks: tuple[Tensor, ...]
+    slots: tuple[Tensor, ...]
     shape: KVShape
     num_blocks: int
     block_size: int
@@ -34,7 +37,14 @@ class KVTensors:
         """
         size = (2, shape.num_kv_heads, num_blocks + 1, block_size, shape.head_dim)
         layers = tuple(torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers))
-        return cls(layers=layers, shape=shape, num_blocks=num_blocks, block_size=block_size)
+        return cls(
+            layers=layers,
+            blocks=tuple(layer.view(-1, block_size * shape.head_dim) for layer in layers),
+            slots=tuple(layer.view(2, shape.num_kv_heads, -1, shape.head_dim) for layer in layers),
+            shape=shape,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -42,9 +52,7 @@ class KVTensors:
 
     def write(self, layer: int, slot_mapping_T: Tensor, kv_T2HD: Tensor) -> None:
         """Puts each token's K and V where the mapping says; where several share a slot of block 0, any of them wins."""
-        num_kv_heads, head_dim = kv_T2HD.shape[2:]
-        slots = self.layers[layer].view(2, num_kv_heads, -1, head_dim)
-        slots.index_copy_(2, slot_mapping_T, kv_T2HD.permute(1, 2, 0, 3))
+        self.slots[layer].index_copy_(2, slot_mapping_T, kv_T2HD.permute(1, 2, 0, 3))
 
     def poison(self, blocks: list[int] | None = None) -> None:
         """Debugging: fill the blocks (None: all of them) with NaN, so that a stale read shows as an invalid row."""

@@ -58,7 +58,7 @@ class PackedLinear:
         return (
             device.type == "cpu"
             and dtype == torch.bfloat16
-            and torch.backends.mkldnn.is_available()
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
             and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         )
 

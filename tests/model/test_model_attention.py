@@ -86,7 +86,7 @@ def check(
     )
     q_TAD = torch.cat([*queries, torch.full((padding, num_heads, HEAD_DIM), math.nan, dtype=dtype)])
 
-    out_TAD = kernel.plan(batch, kv)(q_TAD, kv.layers[0], scale=HEAD_DIM**-0.5, window=window)
+    out_TAD = kernel.plan(batch, kv)(q_TAD, 0, scale=HEAD_DIM**-0.5, window=window)
 
     assert out_TAD.shape == q_TAD.shape
     assert out_TAD.is_contiguous()

@@ -1,6 +1,6 @@
 """Attention over the paged cache: one interface, several kernels behind it.
 
-Shape suffixes: T tokens of the step, A query heads, H kv heads, D head_dim, N blocks, P tokens of a block.
+Shape suffixes: T tokens of the step, A query heads, D head_dim.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ from aserve.model.kv_tensors import KVTensors
 class StepAttention(Protocol):
     """What one step's layers share."""
 
-    def __call__(self, q_TAD: Tensor, layer_2HNPD: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def __call__(self, q_TAD: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of each query over its own sequence in the cache, which holds the step's K/V already.
 
         window: only the last ``window`` tokens, the query's own included. Returns out_TAD, contiguous; rows of padding

@@ -25,7 +25,7 @@ _PADDING_TOKENS_MAX = 512
 
 
 class SdpaAttention:
-    """Holds the workspace, which grows to the longest group seen and is reused by all layers and steps."""
+    """Holds the workspace, which grows to the largest group seen and is reused by all layers and steps."""
 
     def __init__(self) -> None:
         self._workspace = torch.empty(0)
@@ -33,41 +33,53 @@ class SdpaAttention:
     def plan(self, batch: ForwardBatch, kv: KVTensors) -> StepAttention:
         return _SdpaStep(self, batch, kv)
 
-    def gather(self, layer_2HNPD: Tensor, rows: Tensor) -> Tensor:
-        """The selected rows of the layer seen as [2 * H * N, P * D], in the workspace: valid until the next call."""
-        flat = layer_2HNPD.view(-1, layer_2HNPD.shape[-2] * layer_2HNPD.shape[-1])
-        size = rows.numel() * flat.shape[1]
-        if self._workspace.numel() < size or self._workspace.dtype != flat.dtype:
-            self._workspace = torch.empty(size, dtype=flat.dtype, device=flat.device)
-        out = self._workspace[:size].view(rows.numel(), flat.shape[1])
-        return torch.index_select(flat, 0, rows, out=out)
+    def workspace(self, num_rows: int, row_size: int, dtype: torch.dtype) -> Tensor:
+        """[num_rows, row_size], whose content lasts until the next gather. An earlier view stays valid memory."""
+        size = num_rows * row_size
+        if self._workspace.numel() < size or self._workspace.dtype != dtype:
+            self._workspace = torch.empty(size, dtype=dtype)
+        return self._workspace[:size].view(num_rows, row_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gather:
+    """Blocks of one or several sequences, copied to where a fused kernel can read them.
+
+    rows: indices into the layer's ``blocks``, 2 * H of each gathered block. out: the workspace. The views are made once
+    for all layers, as they cost more than they look at one row a step. k, v: [H, S, L, D] for a decode group,
+    [H, G, L, D] for a chunk. stale: the part of out that holds tokens not all of the rows own, with a mask of them.
+    """
+
+    rows: Tensor
+    out: Tensor
+    k: Tensor
+    v: Tensor
+    stale: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, blocks: Tensor) -> None:
+        torch.index_select(blocks, 0, self.rows, out=self.out)
+        if self.stale is not None:
+            tokens, is_stale = self.stale
+            tokens.masked_fill_(is_stale, 0)  # a weight of zero does not silence a stale NaN or infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeGroup:
-    """Decode rows of similar length. queries: their rows in q_TAD, None for all of them in order.
-
-    gather_rows: [2 * H * S * B]. num_tokens: L. mask_S1L: added to the scores, None if every row fills L.
-    tail: tokens before it belong to every row; stale_1SL1 marks those from there on that do not belong to their row.
-    """
+    """Decode rows of similar length. queries: their rows in q_TAD, None for all in order. mask_S1L: None to see all."""
 
     queries: Tensor | None
     num_rows: int
-    gather_rows: Tensor
-    num_tokens: int
+    gather: _Gather
     mask_S1L: Tensor | None
-    tail: int
-    stale_1SL1: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkSpan:
-    """One chunk: queries [start, stop) of q_TAD over ``num_tokens`` gathered. mask_QL None: a plain causal square."""
+    """One chunk: queries [start, stop) of q_TAD. mask_QL: None for a plain causal square."""
 
     start: int
     stop: int
-    gather_rows: Tensor
-    num_tokens: int
+    gather: _Gather
     mask_QL: Tensor | None
 
 
@@ -75,55 +87,48 @@ class _SdpaStep:
     def __init__(self, owner: SdpaAttention, batch: ForwardBatch, kv: KVTensors) -> None:
         self._owner = owner
         self._batch = batch
+        self._kv = kv
         self._block_size = kv.block_size
         self._block_tables = batch.block_tables_SB.long()
         self._dtype = kv.shape.dtype
-        shape = kv.shape
-        device = self._block_tables.device
-        self._head_starts = torch.arange(2 * shape.num_kv_heads, device=device).unsqueeze(1) * (kv.num_blocks + 1)
-        bytes_per_token = shape.bytes_per_token // shape.num_layers
+        self._num_kv_heads = kv.shape.num_kv_heads
+        self._head_starts = torch.arange(2 * self._num_kv_heads).unsqueeze(1) * (kv.num_blocks + 1)
+        bytes_per_token = kv.shape.bytes_per_token // kv.shape.num_layers
         self._tokens_max = max(1, _WORKSPACE_BYTES_MAX // bytes_per_token)
         self._plans: dict[int | None, tuple[list[_DecodeGroup], list[_ChunkSpan]]] = {}
 
-    def __call__(self, q_TAD: Tensor, layer_2HNPD: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def __call__(self, q_TAD: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
         if window not in self._plans:
-            self._plans[window] = (self._decode_groups(window), self._chunk_spans(window))
+            self._plans[window] = (self._decode_groups(window), self._chunk_spans(window, q_TAD.shape[1]))
         groups, spans = self._plans[window]
+        blocks = self._kv.blocks[layer]
         if len(groups) == 1 and not spans and groups[0].num_rows == len(q_TAD):
-            return self._attend_group(groups[0], q_TAD, layer_2HNPD, scale)
+            return self._attend_group(groups[0], q_TAD, blocks, scale)
         out_TAD = torch.zeros_like(q_TAD, memory_format=torch.contiguous_format)
         for group in groups:
             if group.queries is None:
-                out_TAD[: group.num_rows] = self._attend_group(group, q_TAD[: group.num_rows], layer_2HNPD, scale)
+                out_TAD[: group.num_rows] = self._attend_group(group, q_TAD[: group.num_rows], blocks, scale)
             else:
-                out_TAD[group.queries] = self._attend_group(group, q_TAD[group.queries], layer_2HNPD, scale)
+                out_TAD[group.queries] = self._attend_group(group, q_TAD[group.queries], blocks, scale)
         for span in spans:
-            out_TAD[span.start : span.stop] = self._attend_chunk(
-                span, q_TAD[span.start : span.stop], layer_2HNPD, scale
-            )
+            out_TAD[span.start : span.stop] = self._attend_chunk(span, q_TAD[span.start : span.stop], blocks, scale)
         return out_TAD
 
-    def _attend_group(self, group: _DecodeGroup, q_SAD: Tensor, layer_2HNPD: Tensor, scale: float) -> Tensor:
+    def _attend_group(self, group: _DecodeGroup, q_SAD: Tensor, blocks: Tensor, scale: float) -> Tensor:
+        gather = group.gather
+        gather(blocks)
         num_rows, num_heads, head_dim = q_SAD.shape
-        num_kv_heads = layer_2HNPD.shape[1]
-        kv_2HSLD = self._owner.gather(layer_2HNPD, group.gather_rows).view(2, num_kv_heads, num_rows, -1, head_dim)
-        if group.stale_1SL1 is not None:
-            # A weight of zero does not silence a stale NaN or infinity.
-            kv_2HSLD[:, :, :, group.tail : group.num_tokens].masked_fill_(group.stale_1SL1, 0)
-        k_HSLD, v_HSLD = kv_2HSLD[:, :, :, : group.num_tokens].unbind(0)
-        q_HSGD = q_SAD.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)
-        out_HSGD = F.scaled_dot_product_attention(q_HSGD, k_HSLD, v_HSLD, attn_mask=group.mask_S1L, scale=scale)
+        q_HSGD = q_SAD.view(num_rows, self._num_kv_heads, -1, head_dim).transpose(0, 1)
+        out_HSGD = F.scaled_dot_product_attention(q_HSGD, gather.k, gather.v, attn_mask=group.mask_S1L, scale=scale)
         return out_HSGD.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
 
-    def _attend_chunk(self, span: _ChunkSpan, q_QAD: Tensor, layer_2HNPD: Tensor, scale: float) -> Tensor:
+    def _attend_chunk(self, span: _ChunkSpan, q_QAD: Tensor, blocks: Tensor, scale: float) -> Tensor:
+        gather = span.gather
+        gather(blocks)
         num_queries, num_heads, head_dim = q_QAD.shape
-        num_kv_heads = layer_2HNPD.shape[1]
-        kv_2HLD = self._owner.gather(layer_2HNPD, span.gather_rows).view(2, num_kv_heads, -1, head_dim)
-        kv_2H1LD = kv_2HLD[:, :, : span.num_tokens].unsqueeze(2)
-        k_HGLD, v_HGLD = kv_2H1LD.expand(-1, -1, num_heads // num_kv_heads, -1, -1).unbind(0)
-        q_HGQD = q_QAD.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        q_HGQD = q_QAD.view(num_queries, self._num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         out_HGQD = F.scaled_dot_product_attention(
-            q_HGQD, k_HGLD, v_HGLD, attn_mask=span.mask_QL, is_causal=span.mask_QL is None, scale=scale
+            q_HGQD, gather.k, gather.v, attn_mask=span.mask_QL, is_causal=span.mask_QL is None, scale=scale
         )
         return out_HGQD.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 
@@ -154,39 +159,35 @@ class _SdpaStep:
     ) -> _DecodeGroup:
         num_blocks = nums_blocks[members[0]]
         members = sorted(members)
-        device = self._block_tables.device
         is_all = len(members) == self._batch.num_decode_rows
-        queries = None if is_all else torch.tensor(members, device=device)
+        queries = None if is_all else torch.tensor(members)
         tables = self._block_tables[: len(members)] if queries is None else self._block_tables[queries]
-        first_S = torch.tensor([first_blocks[row] for row in members], device=device)
-        columns_SB = first_S.unsqueeze(1) + torch.arange(num_blocks, device=device)
-        blocks_SB = tables.gather(1, columns_SB.clamp_(max=tables.shape[1] - 1))
+        first_S = torch.tensor([first_blocks[row] for row in members])
+        columns_SB = first_S.unsqueeze(1) + torch.arange(num_blocks)
+        rows, out = self._gathered(tables.gather(1, columns_SB.clamp_(max=tables.shape[1] - 1)))
+        kv_2HSLD = out.view(2, self._num_kv_heads, len(members), -1, self._kv.shape.head_dim)
         # From here on tokens are counted from the first gathered one of their row.
         offsets = [first_blocks[row] * self._block_size for row in members]
         begins = [starts[row] - offset for row, offset in zip(members, offsets, strict=True)]
         ends = [self._batch.context_lens[row] - offset for row, offset in zip(members, offsets, strict=True)]
-        num_tokens, tail = max(ends), min(ends)
-        mask_S1L = stale_1SL1 = None
-        if tail < num_tokens or any(begins):
-            token_L = torch.arange(num_tokens, device=device)
-            is_stale_SL = token_L >= torch.tensor(ends, device=device).unsqueeze(1)
-            is_masked_SL = is_stale_SL | (token_L < torch.tensor(begins, device=device).unsqueeze(1))
-            mask_S1L = _additive(is_masked_SL, self._dtype).unsqueeze(1)
-            if tail < num_tokens:
-                stale_1SL1 = is_stale_SL[None, :, tail:, None]
+        num_tokens, shared = max(ends), min(ends)
+        k_HSLD, v_HSLD = kv_2HSLD[:, :, :, :num_tokens].unbind(0)
+        mask_S1L = stale = None
+        if shared < num_tokens or any(begins):
+            token_L = torch.arange(num_tokens)
+            is_stale_SL = token_L >= torch.tensor(ends).unsqueeze(1)
+            mask_S1L = _additive(is_stale_SL | (token_L < torch.tensor(begins).unsqueeze(1)), self._dtype).unsqueeze(1)
+            if shared < num_tokens:
+                stale = (kv_2HSLD[:, :, :, shared:num_tokens], is_stale_SL[None, :, shared:, None])
         return _DecodeGroup(
             queries=queries,
             num_rows=len(members),
-            gather_rows=self._gather_rows(blocks_SB),
-            num_tokens=num_tokens,
+            gather=_Gather(rows=rows, out=out, k=k_HSLD, v=v_HSLD, stale=stale),
             mask_S1L=mask_S1L,
-            tail=tail,
-            stale_1SL1=stale_1SL1,
         )
 
-    def _chunk_spans(self, window: int | None) -> list[_ChunkSpan]:
+    def _chunk_spans(self, window: int | None, num_heads: int) -> list[_ChunkSpan]:
         batch = self._batch
-        device = self._block_tables.device
         spans = []
         for row in range(batch.num_decode_rows, len(batch.context_lens)):
             start, stop = batch.query_starts[row], batch.query_starts[row + 1]
@@ -196,28 +197,25 @@ class _SdpaStep:
             offset = first_block * self._block_size
             mask_QL = None
             if position > 0 or (window is not None and window < end):
-                query_Q1 = torch.arange(position, end, device=device).unsqueeze(1)
-                key_L = torch.arange(offset, end, device=device)
+                query_Q1 = torch.arange(position, end).unsqueeze(1)
+                key_L = torch.arange(offset, end)
                 is_masked_QL = key_L > query_Q1
                 if window is not None:
                     is_masked_QL |= key_L <= query_Q1 - window
                 mask_QL = _additive(is_masked_QL, self._dtype)
-            blocks_B = self._block_tables[row, first_block : -(-end // self._block_size)]
-            spans.append(
-                _ChunkSpan(
-                    start=start,
-                    stop=stop,
-                    gather_rows=self._gather_rows(blocks_B),
-                    num_tokens=end - offset,
-                    mask_QL=mask_QL,
-                )
-            )
+            rows, out = self._gathered(self._block_tables[row, first_block : -(-end // self._block_size)])
+            kv_2HLD = out.view(2, self._num_kv_heads, -1, self._kv.shape.head_dim)[:, :, : end - offset]
+            group = num_heads // self._num_kv_heads
+            k_HGLD, v_HGLD = kv_2HLD.unsqueeze(2).expand(-1, -1, group, -1, -1).unbind(0)
+            gather = _Gather(rows=rows, out=out, k=k_HGLD, v=v_HGLD)
+            spans.append(_ChunkSpan(start=start, stop=stop, gather=gather, mask_QL=mask_QL))
         return spans
 
-    def _gather_rows(self, blocks: Tensor) -> Tensor:
-        """Rows of K's and V's heads for these blocks: [2 * H * blocks]."""
-        return (self._head_starts + blocks.reshape(1, -1)).view(-1)
+    def _gathered(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of K's and V's heads for these blocks, [2 * H * blocks], and the workspace to put them in."""
+        rows = (self._head_starts + blocks.reshape(1, -1)).view(-1)
+        return rows, self._owner.workspace(len(rows), self._block_size * self._kv.shape.head_dim, self._dtype)
 
 
 def _additive(is_masked: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(is_masked.shape, dtype=dtype, device=is_masked.device).masked_fill_(is_masked, -torch.inf)
+    return torch.zeros(is_masked.shape, dtype=dtype).masked_fill_(is_masked, -torch.inf)

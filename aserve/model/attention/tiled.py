@@ -35,13 +35,14 @@ class TiledAttention:
 class _TiledStep:
     def __init__(self, batch: ForwardBatch, kv: KVTensors, softcap: float | None) -> None:
         self._batch = batch
+        self._kv = kv
         self._block_size = kv.block_size
         self._softcap = softcap
         self._block_tables = batch.block_tables_SB.long()
 
-    def __call__(self, q_TAD: Tensor, layer_2HNPD: Tensor, *, scale: float, window: int | None = None) -> Tensor:
+    def __call__(self, q_TAD: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
         out_TAD = torch.zeros_like(q_TAD, memory_format=torch.contiguous_format)
-        batch = self._batch
+        batch, layer_2HNPD = self._batch, self._kv.layers[layer]
         for row, context_len in enumerate(batch.context_lens):
             start, stop = batch.query_starts[row], batch.query_starts[row + 1]
             first_position = context_len - (stop - start)
