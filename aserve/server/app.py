@@ -147,7 +147,7 @@ class Server:
         """Every request: checks, the handler, the error's answer, one log line. Raises CancelledError and
         ConnectionError only, when the client has left."""
         connection = cast(Connection, request.protocol)
-        connection.request_began()
+        connection.request_began(request.content)
         task = asyncio.current_task()
         assert task is not None
         self._open_calls.add(task)
@@ -201,7 +201,7 @@ class Server:
         )
         if error.status == 405:
             response.headers["Allow"] = allowed_methods(self._router.methods(call.request.rel_url.raw_path))
-        if error.status in (408, 413):  # the rest of the body is not worth reading
+        if error.status in (408, 413) or call.request.content.exception() is not None:  # the body is not read on
             response.force_close()
         return response
 

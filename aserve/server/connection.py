@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from aserve.server.options import LimitOptions
 from aserve.server.ports import Logger
@@ -42,6 +42,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_abort_timer",
+        "_body",
         "_counts",
         "_fault_handler",
         "_head_expected",
@@ -62,6 +63,7 @@ class Connection(web.RequestHandler):
         self._counts = server.counts
         self._fault_handler = fault_handler
         self._socket: asyncio.Transport | None = None  # kept until it is lost; aiohttp forgets its own on closing
+        self._body: StreamReader | None = None  # of the request that is being answered
         self._head_expected = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -118,15 +120,21 @@ class Connection(web.RequestHandler):
         if self._head_expected and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._limits.headers_timeout_s, self._head_timed_out)
         super().data_received(data)
+        # Something to answer behind a body that has not ended is the parser's complaint about that body: aiohttp would
+        # leave whoever reads it waiting.
+        if self._messages and self._body is not None and not self._body.is_eof():
+            self._body.set_exception(web.RequestPayloadError("its transfer coding is broken"))
 
-    def request_began(self) -> None:
+    def request_began(self, body: StreamReader) -> None:
         """The headers are complete: their clock stops until the answer is out."""
+        self._body = body
         self._head_expected = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
     def request_ended(self) -> None:
+        self._body = None
         self._head_expected = True
 
     def _head_timed_out(self) -> None:
@@ -161,7 +169,11 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        self._log.error("connection.fault", error=repr(kwargs.get("exc_info")))
+        error = kwargs.get("exc_info")
+        if not isinstance(
+            error, web.RequestPayloadError
+        ):  # that one was answered; aiohttp meets it again on its way out
+            self._log.error("connection.fault", error=repr(error))
 
 
 class HttpServer(web.Server):

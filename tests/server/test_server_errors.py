@@ -308,6 +308,26 @@ async def test_large_body_is_read_and_parsed_in_a_worker() -> None:
     assert (good.status, bad.status, bad.error["param"]) == (200, 400, "max_tokens")
 
 
+@pytest.mark.parametrize(
+    "body", [b"zz\r\n", b"-1\r\n", b"0x5\r\nhello\r\n", b"5;a=\nb\r\nhello\r\n0\r\n\r\n", b"1" * 20 + b"\r\n"]
+)
+async def test_broken_transfer_coding_is_refused_at_once(body: bytes) -> None:
+    """A chunk size that is none, when the headers have been read already: 400 and the end of the connection."""
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{JSON}Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"
+    )
+    async with serving() as served:
+        reader, writer = await served.connect()
+        writer.write(head.encode())
+        await reader.readuntil(b"100 Continue\r\n\r\n")
+        writer.write(body)
+        raw = await reader.read()
+        writer.close()
+
+        assert raw.startswith(b"HTTP/1.1 400 ") and b"Connection: close\r\n" in raw
+        assert [event for level, event, _ in served.log.records if level == "error"] == []
+
+
 async def test_expected_continue_is_given_only_to_what_will_be_read() -> None:
     """100 Continue comes when headers and key are right, and the body may follow."""
     async with serving() as served:
