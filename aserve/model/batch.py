@@ -66,7 +66,7 @@ class LanguageModel(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, tied ones counted once."""
+        """Bytes of all weights in memory. Tied ones count once, unless the head keeps a packed copy of its own."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: "KVTensors") -> Tensor:

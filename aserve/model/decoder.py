@@ -17,7 +17,7 @@ from aserve.model.attention import PagedAttention
 from aserve.model.batch import ForwardBatch, KVShape
 from aserve.model.config import DecoderShape, ModelConfig
 from aserve.model.kv_tensors import KVTensors
-from aserve.model.linear import Linear, make_linear
+from aserve.model.linear import Linear, PlainLinear, make_linear
 from aserve.model.rope import cos_sin, inverse_frequencies, rotate_
 
 ReadTensor = Callable[[str], Tensor]
@@ -100,10 +100,10 @@ class Decoder:
     def weight_bytes(self) -> int:
         linears = [linear for layer in self._layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         norms = [norm for layer in self._layers for norm in (layer.input_norm_C, layer.post_norm_C)]
-        untied = 0 if self._shape.tied_embeddings else self._head.num_bytes
+        shares_embedding = self._shape.tied_embeddings and isinstance(self._head, PlainLinear)
         return (
             self._embedding_VC.nbytes
-            + untied
+            + (0 if shares_embedding else self._head.num_bytes)
             + self._norm_C.nbytes
             + sum(linear.num_bytes for linear in linears)
             + sum(norm.nbytes for norm in norms)

@@ -12,6 +12,7 @@ from families import NATIVE, PagedDriver, hf_logits, hf_model, prompt, save
 from aserve.model.batch import LanguageModel
 from aserve.model.decoder import Decoder
 from aserve.model.loader import load_model
+from aserve.model.reference import TILE
 
 pytestmark = pytest.mark.torch
 
@@ -141,8 +142,6 @@ def test_reference_matches_transformers(family: tuple[Any, Path]) -> None:
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(576, 960), (1536, 576), (100, 36)])
 def test_a_row_of_a_tile_does_not_depend_on_its_place(num_threads: int, num_inputs: int, num_outputs: int) -> None:
     """What reference mode stands on: in a product of TILE rows a row's result is the same at every place."""
-    from aserve.model.reference import TILE
-
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(num_outputs, num_inputs, generator=generator)
     row = torch.randn(num_inputs, generator=generator)
