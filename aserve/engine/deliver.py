@@ -175,7 +175,12 @@ class Deliverer:
             choice.held_logprobs.append(_logprob(logprobs, row, token, request.params.logprobs))
         if self._is_stop_token(choice, token) and not request.include_stop_str_in_output:
             return  # it counts, but it is not text; its Finish is next in line
-        text = choice.decoder.push(token)
+        try:
+            text = choice.decoder.push(token)
+        except BaseException as error:  # native code that panics raises no Exception
+            self._on_stop(choice.sequence, choice.num_output - 1)
+            self.end(choice, FinishReason.ERROR, error=f"A token could not be made into text: {error}", text="")
+            return
         if choice.matcher is not None and choice.num_output >= request.params.min_tokens:
             result = choice.matcher.push(text)
             if result.matched is not None:

@@ -158,9 +158,9 @@ class Engine:
                 tasks.create_task(self._lander.run(), name="aserve land")
                 tasks.create_task(self._deliverer.run(), name="aserve deliver")
                 tasks.create_task(self._watch(), name="aserve watchdog")
-        except* Exception as group:
+        except BaseExceptionGroup as group:  # native code that panics raises no Exception
             error = group.exceptions[0]
-            while isinstance(error, ExceptionGroup):
+            while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             self._die(error)
 

@@ -3,8 +3,9 @@
 import asyncio
 import errno
 import resource
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, cast
 
@@ -48,9 +49,10 @@ class Server:
         log: Logger,
         metrics: Metrics,
         sampling_defaults: SamplingParams | None = None,
+        more_statistics: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """model_names: what clients may call the model, the first one its own. sampling_defaults: for fields that are
-        not sent, usually the model's generation_config."""
+        not sent, usually the model's generation_config. more_statistics: further sections of /v1/stats."""
         self._engine = engine
         self._options = options
         self._limits = replace(limits, max_connections=limits.max_connections or _default_connections())
@@ -82,7 +84,7 @@ class Server:
             model_names=model_names,
             log=log,
             metrics=metrics,
-            server_statistics=self.statistics,
+            more_statistics=lambda: {"server": self.statistics(), **more_statistics()},
         )
         self._router = Router(self._api.routes())
         self._open_calls: set[asyncio.Task[Any]] = set()
@@ -158,9 +160,9 @@ class Server:
                 response = await self._dispatch(call)
             except AserveError as error:
                 response = self._problem(call, error)
-            except (asyncio.CancelledError, ConnectionError):
+            except (asyncio.CancelledError, ConnectionError, GeneratorExit, KeyboardInterrupt, SystemExit):
                 raise
-            except Exception as error:
+            except BaseException as error:  # native code that panics raises no Exception
                 self._log.error("request.failed", request_id=call.label, route=call.route, exc_info=error)
                 response = self._problem(call, InternalError("The server failed on this request."))
             status = response.status
@@ -238,6 +240,21 @@ class Server:
 def _default_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 0 if soft == resource.RLIM_INFINITY else max(16, soft - SPARE_DESCRIPTORS)
+
+
+def check_address(options: ServerOptions) -> None:
+    """Raises ConfigError where ``Server.start`` could not listen now. Resolves names, so it may block."""
+    host, port = options.host, options.port
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise ConfigError(_why_not_bound(error, host, port)) from None
 
 
 def _why_not_bound(error: OSError, host: str, port: int) -> str:
