@@ -94,6 +94,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "engine.max_queue_tokens": (0, 1 << 40),
         "engine.mailbox_bytes": (1024, 1 << 30),
         "engine.mailbox_events": (1, 1 << 20),
+        "engine.park_after_s": (0.001, 86400),
         "engine.stall_timeout_s": (0.1, 86400),
         "engine.request_timeout_s": (0, 86400 * 7),
         "engine.fan_out_slice": (1, 4096),

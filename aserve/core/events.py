@@ -32,6 +32,20 @@ class StopMatched:
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderStalled:
+    """The sequence's reader has not taken its tokens for too long: it is to leave its slot until it has."""
+
+    sequence: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderCaughtUp:
+    """The reader has taken what there was: the sequence may run again."""
+
+    sequence: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPossible:
     """The loop has a permit: compose one step if the policy says that it is due."""
 
@@ -68,6 +82,8 @@ Event = (
     SequenceSubmitted
     | SequenceEnded
     | StopMatched
+    | ReaderStalled
+    | ReaderCaughtUp
     | LaunchPossible
     | LaunchFailed
     | StepLanded

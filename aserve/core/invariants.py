@@ -79,7 +79,10 @@ def _check_queues(scheduler: "Scheduler") -> None:
     _require(
         tokens == scheduler.waiting.num_tokens, f"{tokens} tokens wait, the queue says {scheduler.waiting.num_tokens}"
     )
-    num_known = len(waiting) + len(ready) + len(scheduler.done)
+    parked = scheduler.parked.values()
+    _require(all(s.state is SequenceState.PARKED and s.is_stalled for s in parked), "a parked sequence is not stalled")
+    _require(all(not s.blocks and s.slot is None for s in parked), "a parked sequence owns blocks or a slot")
+    num_known = len(waiting) + len(ready) + len(parked) + len(scheduler.done)
     _require(
         num_known == len(scheduler.sequences), f"{num_known} sequences in queues, {len(scheduler.sequences)} known"
     )

@@ -86,13 +86,16 @@ class Scheduler:
         self.counters = Counters()
         self._is_due = POLICIES[options.policy]
         self._newest_step = NO_STEP
-        self._marked: list[Sequence] = []  # PREEMPTING, their newest step not landed
+        self.parked: dict[SequenceId, Sequence] = {}
+        self._marked: list[Sequence] = []  # PREEMPTING, preempted or on the way to parking: newest step not landed
         self._leaves: list[Slot] = []  # retired slots that no plan has told the device yet
         self._watermark = int(options.watermark * num_blocks)
         self._handlers: dict[type, Callable[[Any, float, list[Action]], None]] = {
             events.SequenceSubmitted: self._on_submitted,
             events.SequenceEnded: self._on_ended,
             events.StopMatched: self._on_stop_matched,
+            events.ReaderStalled: self._on_reader_stalled,
+            events.ReaderCaughtUp: self._on_reader_caught_up,
             events.LaunchPossible: self._on_launch_possible,
             events.LaunchFailed: self._on_launch_failed,
             events.StepLanded: self._on_step_landed,
@@ -114,7 +117,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (len(self.waiting) or len(self.ready) or len(self.inflight))
+        return not (len(self.waiting) or len(self.ready) or len(self.inflight) or self.parked)
 
     def limits(self, max_queue_requests: int = 0, max_queue_tokens: int = 0) -> Limits:
         pool_tokens = self.ledger.num_blocks * self.options.block_size
@@ -156,6 +159,27 @@ class Scheduler:
         if sequence is not None and not sequence.is_over:
             self.counters.num_wasted_rows += len(sequence.output) - 1 - event.token_index
             self._finish(sequence, FinishReason.STOP, actions)
+
+    def _on_reader_stalled(self, event: events.ReaderStalled, now: float, actions: list[Action]) -> None:
+        sequence = self.sequences.get(event.sequence)
+        if sequence is None or sequence.is_over or sequence.is_stalled:
+            return
+        sequence.is_stalled = True
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+            self._park(sequence)
+        elif sequence.state is not SequenceState.PREEMPTING:
+            self._mark(sequence)
+
+    def _on_reader_caught_up(self, event: events.ReaderCaughtUp, now: float, actions: list[Action]) -> None:
+        sequence = self.sequences.get(event.sequence)
+        if sequence is None or sequence.is_over:
+            return
+        sequence.is_stalled = False
+        if sequence.state is SequenceState.PARKED:
+            sequence.move(SequenceMove.UNPARK, self.story)
+            del self.parked[sequence.id]
+            self.waiting.push(sequence)
 
     def _on_cache_flushed(self, event: events.CacheFlushed, now: float, actions: list[Action]) -> None:
         self.ledger.flush()
@@ -245,7 +269,7 @@ class Scheduler:
                 victim = self.ready.last_behind(sequence.order)
                 if victim is None:
                     break
-                self._mark(victim)
+                self._preempt(victim)
                 blocks = self.ledger.allocate(1)
             if blocks is None:
                 num_sat_out += 1
@@ -384,7 +408,7 @@ class Scheduler:
         needed = self._num_blocks_to_start(sequence) - len(hits)
         if not len(self.ready):
             return needed <= available  # alone, it may have the watermark's blocks too
-        if sequence.num_admissions > MAX_PREEMPTIONS:
+        if sequence.num_preemptions >= MAX_PREEMPTIONS:
             needed = self._num_blocks(sequence.max_length) - len(hits)
             needed += sum(self._num_blocks(other.max_length) - len(other.blocks) for other in self.ready)
         return needed + self._watermark <= available
@@ -603,22 +627,39 @@ class Scheduler:
         first = next(iter(self.ready), None)
         victim = self.ready.last_behind(first.order) if first is not None else None
         if victim is not None:
-            self._mark(victim)
+            self._preempt(victim)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._mark(sequence)
 
     def _mark(self, sequence: Sequence) -> None:
-        """Preempt: no more rows; its tokens in flight are kept, its blocks go when its newest step has landed."""
+        """No more rows; its tokens in flight are kept, its slot and blocks go when its newest step has landed."""
         sequence.move(SequenceMove.MARK, self.story)
         self.slots.decoding[sequence.slot] = False
-        self.counters.num_preemptions += 1
         if self.slots.last_step[sequence.slot] <= self.landed:
             self._requeue(sequence)
         else:
             self._marked.append(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
-        sequence.move(SequenceMove.REQUEUE, self.story)
+        """Back to its old place in the waiting queue, or aside while its reader stalls.
+
+        Full blocks stay in the prefix cache, from which it takes them as hits when it resumes, unless somebody needed
+        them meanwhile. So a parked sequence keeps what nobody misses, and ``max_num_seqs`` readers that never read
+        cannot stop the others.
+        """
         self._vacate(sequence)
-        self.waiting.push(sequence)
+        if sequence.is_stalled:
+            self._park(sequence)
+        else:
+            sequence.move(SequenceMove.REQUEUE, self.story)
+            self.waiting.push(sequence)
+
+    def _park(self, sequence: Sequence) -> None:
+        sequence.move(SequenceMove.PARK, self.story)
+        self.parked[sequence.id] = sequence
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give back slot and blocks, behind the fence of its newest step."""
@@ -648,6 +689,8 @@ class Scheduler:
         sequence.move(SequenceMove.FINISH, self.story)
         if before is SequenceState.WAITING:
             self.waiting.remove(sequence)
+        elif before is SequenceState.PARKED:
+            del self.parked[sequence.id]
         else:
             if before is SequenceState.PREEMPTING:
                 self._marked.remove(sequence)

@@ -19,7 +19,7 @@ class Sequence:
     goal: tokens that its present prefill has to cover. num_published: its leading blocks that are readonly.
     prefix_tip: prefix id of the last published block, None once its chain left the table (key taken by other content).
     last_step: its newest launched step, right once it has given back its slot; before that ``SlotBook.last_step`` is.
-    num_passed_over: steps in which a later one went before it.
+    num_passed_over: steps in which a later one went before it. is_stalled: its reader does not read.
     """
 
     spec: SequenceSpec
@@ -37,6 +37,8 @@ class Sequence:
     prefix_tip: int | None = ROOT
     join_due: bool = False
     num_admissions: int = 0
+    num_preemptions: int = 0
+    is_stalled: bool = False
     num_passed_over: int = 0
     num_prompt_logprobs: int = 0
     num_uncached_at_door: int = 0

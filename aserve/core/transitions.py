@@ -13,6 +13,7 @@ class SequenceState(StrEnum):
     PREFILLING = "prefilling"  # owns blocks and a slot, prompt not launched to its end
     DECODING = "decoding"  # its last chunk is launched
     PREEMPTING = "preempting"  # marked: no more rows, its newest step has not landed
+    PARKED = "parked"  # its reader stalled: owns no slot and no blocks, and is not admissible until that one has read
     FINISHED = "finished"  # over; rows of it may still be in flight
     RELEASED = "released"  # nothing on the device refers to it any more
 
@@ -22,6 +23,8 @@ class SequenceMove(StrEnum):
     PREFILL_LAUNCHED = "prefill_launched"
     MARK = "mark"
     REQUEUE = "requeue"
+    PARK = "park"
+    UNPARK = "unpark"
     FINISH = "finish"
     RELEASE = "release"
 
@@ -32,6 +35,10 @@ SEQUENCE: Mapping[tuple[SequenceState, SequenceMove], SequenceState] = {
     (SequenceState.PREFILLING, SequenceMove.MARK): SequenceState.PREEMPTING,
     (SequenceState.DECODING, SequenceMove.MARK): SequenceState.PREEMPTING,
     (SequenceState.PREEMPTING, SequenceMove.REQUEUE): SequenceState.WAITING,
+    (SequenceState.PREEMPTING, SequenceMove.PARK): SequenceState.PARKED,
+    (SequenceState.WAITING, SequenceMove.PARK): SequenceState.PARKED,
+    (SequenceState.PARKED, SequenceMove.UNPARK): SequenceState.WAITING,
+    (SequenceState.PARKED, SequenceMove.FINISH): SequenceState.FINISHED,
     (SequenceState.WAITING, SequenceMove.FINISH): SequenceState.FINISHED,
     (SequenceState.PREFILLING, SequenceMove.FINISH): SequenceState.FINISHED,
     (SequenceState.DECODING, SequenceMove.FINISH): SequenceState.FINISHED,

@@ -37,6 +37,7 @@ class EngineStatistics:
     num_waiting: int
     num_queued_tokens: int
     num_running: int
+    num_parked: int
     num_inflight_steps: int
     num_streams: int
     num_blocks: int
@@ -286,8 +287,7 @@ class Engine:
             request.request_id,
             len(specs),
             self.options,
-            on_close=self._on_stream_closed,
-            on_stall=self._on_stream_stalled,
+            owner=self,
             now=now,
         )
         stream.usage.prompt_tokens = sum(len(prompt) for prompt in request.prompts)
@@ -332,13 +332,29 @@ class Engine:
     def _on_deadline(self, call: _Call) -> None:
         self._end_call(call, FinishReason.TIMEOUT, "The request's time limit has passed.")
 
-    def _on_stream_stalled(self, stream: TokenStream) -> None:
+    # --- what a stream's reader does (``stream.StreamOwner``)
+
+    def stream_stalled(self, stream: TokenStream) -> None:
+        self._tell_scheduler(stream, events.ReaderStalled)
+
+    def stream_caught_up(self, stream: TokenStream) -> None:
+        self._tell_scheduler(stream, events.ReaderCaughtUp)
+
+    def _tell_scheduler(
+        self, stream: TokenStream, event: type[events.ReaderStalled] | type[events.ReaderCaughtUp]
+    ) -> None:
+        call = self._calls.get(stream.request_id)
+        for sequence in call.sequences if call is not None else ():
+            self._carry_out(self.scheduler.handle(event(sequence), self._clock()))
+        self._launcher.wake()
+
+    def stream_given_up(self, stream: TokenStream) -> None:
         call = self._calls.get(stream.request_id)
         if call is not None:
             self._log.warning("request.stalled", request_id=stream.request_id)
             self._end_call(call, FinishReason.ABORT, "The reader did not keep up.")
 
-    def _on_stream_closed(self, stream: TokenStream) -> None:
+    def stream_closed(self, stream: TokenStream) -> None:
         call = self._calls.get(stream.request_id)
         if call is None or call.stream is not stream:
             return
@@ -407,6 +423,7 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_queued_tokens=scheduler.waiting.num_tokens,
             num_running=len(scheduler.ready),
+            num_parked=len(scheduler.parked),
             num_inflight_steps=len(scheduler.inflight),
             num_streams=len(self._calls),
             num_blocks=ledger.num_blocks,

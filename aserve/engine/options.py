@@ -18,6 +18,9 @@ class EngineOptions:
     max_queue_tokens: int = _option(0, "Uncached prompt tokens that may wait; 0 takes eight times the KV pool.")
     mailbox_bytes: int = _option(65536, "Text that a stream holds for its reader before it counts as lagging.")
     mailbox_events: int = _option(256, "Deltas that a stream holds before further ones are joined to the last.")
+    park_after_s: float = _option(
+        1.0, "A reader that lags for this long has its request parked: off the device until it has read."
+    )
     stall_timeout_s: float = _option(30.0, "A reader that lags for this long loses its request.")
     request_timeout_s: float = _option(
         0.0, "Time limit of a request from its arrival; 0 is none. A request may ask for less."

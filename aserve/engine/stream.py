@@ -1,8 +1,9 @@
 """TokenStream: what a caller reads, and the bounded mailbox between delivery and reader."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from aserve.engine.generation import Delta, Usage
 from aserve.engine.options import EngineOptions
@@ -18,11 +19,30 @@ class Timings:
     last_token_s: float | None = None
 
 
+class StreamOwner(Protocol):
+    """Whom a stream tells what its reader does: the engine."""
+
+    def stream_closed(self, stream: "TokenStream") -> None: ...
+
+    def stream_stalled(self, stream: "TokenStream") -> None:
+        """The mailbox has been full for ``park_after_s``."""
+        ...
+
+    def stream_caught_up(self, stream: "TokenStream") -> None:
+        """The reader of a stalled stream took everything."""
+        ...
+
+    def stream_given_up(self, stream: "TokenStream") -> None:
+        """The mailbox has been full for ``stall_timeout_s``."""
+        ...
+
+
 class TokenStream:
     """The deltas of one call. One reader.
 
     When the reader lags beyond the mailbox's bounds, further deltas are joined to the last one of their choice; when it
-    lags for ``stall_timeout_s`` the request is aborted. Closing it, or leaving it to ``async with``, aborts what still
+    lags for ``park_after_s`` the request leaves the device until it has read, and after ``stall_timeout_s`` it is
+    aborted. Closing it, or leaving it to ``async with``, aborts what still
     runs.
     """
 
@@ -32,8 +52,7 @@ class TokenStream:
         num_choices: int,
         options: EngineOptions,
         *,
-        on_close: Callable[["TokenStream"], None],
-        on_stall: Callable[["TokenStream"], None],
+        owner: StreamOwner,
         now: float,
     ) -> None:
         self.request_id = request_id
@@ -41,14 +60,14 @@ class TokenStream:
         self.usage = Usage()
         self.timings = Timings(now)
         self._options = options
-        self._on_close = on_close
-        self._on_stall = on_stall
+        self._owner = owner
         self._mail: list[Delta] = []
         self._mail_bytes = 0
         self._num_open = num_choices  # choices whose last delta was not put in yet
         self._num_unread = num_choices  # ... not taken out yet
         self._waiter: asyncio.Future[None] | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._is_stalled = False
         self._is_closed = False
 
     @property
@@ -89,7 +108,18 @@ class TokenStream:
     def _watch_stall(self) -> None:
         if self._stall_timer is None:
             loop = asyncio.get_running_loop()
-            self._stall_timer = loop.call_later(self._options.stall_timeout_s, self._on_stall, self)
+            self._stall_timer = loop.call_later(self._options.park_after_s, self._on_stalled)
+
+    def _on_stalled(self) -> None:
+        self._is_stalled = True
+        left_s = max(0.0, self._options.stall_timeout_s - self._options.park_after_s)
+        self._stall_timer = asyncio.get_running_loop().call_later(left_s, self._owner.stream_given_up, self)
+        self._owner.stream_stalled(self)
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     # --- the reader's side
 
@@ -99,9 +129,10 @@ class TokenStream:
         for delta in mail:
             if delta.finish is not None:
                 self._num_unread -= 1
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self._stop_stall_timer()
+        if self._is_stalled:
+            self._is_stalled = False
+            self._owner.stream_caught_up(self)
         return mail
 
     async def next(self) -> list[Delta]:
@@ -128,13 +159,11 @@ class TokenStream:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self._stop_stall_timer()
         self._mail = []
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        self._on_close(self)
+        self._owner.stream_closed(self)
 
     async def aclose(self) -> None:
         self.close()

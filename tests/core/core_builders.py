@@ -15,6 +15,8 @@ from aserve.core.events import (
     Event,
     LaunchFailed,
     LaunchPossible,
+    ReaderCaughtUp,
+    ReaderStalled,
     SequenceEnded,
     SequenceSubmitted,
     StepFailed,
@@ -173,6 +175,12 @@ class World:
         if (told := self.told[ident]).finish is None:
             told.matched = index
         self.handle(StopMatched(ident, index))
+
+    def stall(self, ident: SequenceId) -> None:
+        self.handle(ReaderStalled(ident))
+
+    def catch_up(self, ident: SequenceId) -> None:
+        self.handle(ReaderCaughtUp(ident))
 
     def flush(self) -> None:
         self.handle(CacheFlushed())

@@ -116,6 +116,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         ident = idents[pick % len(idents)]
         self.world.match_stop(ident, index % len(self.world.output(ident)))
 
+    @precondition(lambda self: self.world.live)
+    @rule(pick=small)
+    def stall(self, pick):
+        self.world.stall(self.world.live[pick % len(self.world.live)])
+
+    @precondition(lambda self: self.world.live)
+    @rule(pick=small)
+    def catch_up(self, pick):
+        self.world.catch_up(self.world.live[pick % len(self.world.live)])
+
     @rule()
     def flush(self):
         self.world.flush()
@@ -196,6 +206,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """Nothing is stuck, all permits are back (I4), and every normal end is whole."""
+        for ident in self.world.live:
+            self.world.catch_up(ident)
         self.world.run(depth=2)
         assert self.world.live == []
         assert self.world.num_inflight == 0

@@ -164,7 +164,7 @@ async def test_a_device_that_hangs_is_lost() -> None:
 
 async def test_deltas_of_a_lagging_reader_are_joined() -> None:
     """A mailbox of four holds four deltas of any size; joined they are all there."""
-    async with running(mailbox_events=4) as engine:
+    async with running(mailbox_events=4, park_after_s=60.0, stall_timeout_s=60.0) as engine:
         stream = engine.submit_nowait(request(max_tokens=600))
         await settle(engine)
         await turn(50)
@@ -177,12 +177,46 @@ async def test_deltas_of_a_lagging_reader_are_joined() -> None:
 async def test_a_stalled_reader_is_aborted_while_the_model_goes_on() -> None:
     """The stall timer runs from the moment the mailbox is full."""
     runner = ScriptedRunner(step_time_s=0.001)
-    async with running(runner, mailbox_events=2, stall_timeout_s=0.02) as engine:
+    async with running(runner, mailbox_events=2, park_after_s=0.01, stall_timeout_s=0.02) as engine:
         stream = engine.submit_nowait(request(max_tokens=2000))
         await engine.drain(10.0)  # until it has ended
         deltas = await read(stream)
 
     assert (end(deltas).finish, end(deltas).error) == (FinishReason.ABORT, "The reader did not keep up.")
+
+
+async def test_a_stalled_reader_is_parked_and_gets_every_token_once_it_reads() -> None:
+    """While its mailbox is full the request owns nothing on the device; reading resumes it where it was."""
+    runner = ScriptedRunner(b"abcdefgh", step_time_s=0.0005)
+    async with running(runner, mailbox_events=4, park_after_s=0.01, num_blocks=64) as engine:
+        stream = engine.submit_nowait(request(max_tokens=300))
+        other = engine.submit_nowait(request(max_tokens=200))
+        reading = asyncio.create_task(read(other))
+        async with asyncio.timeout(5):
+            while not engine.statistics().num_parked:  # noqa: ASYNC110  # a state that nobody announces
+                await asyncio.sleep(0.001)
+        others = await reading
+        parked = engine.statistics()
+        deltas = await read(stream)
+
+    assert (parked.num_running, parked.num_parked, parked.kv_cache_usage) == (0, 1, 0.0)
+    assert (end(others).finish, end(deltas).finish) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    assert text(deltas) == ("abcdefgh" * 38)[:300]
+
+
+async def test_readers_that_never_read_do_not_stop_a_newcomer() -> None:
+    """Half as many again as there are slots stall; whoever comes next is served at once."""
+    runner = ScriptedRunner(b"ok ", max_num_seqs=4, step_time_s=0.0005)
+    async with running(runner, max_num_batched_tokens=64, mailbox_events=2, park_after_s=0.01) as engine:
+        stalled = [engine.submit_nowait(request(max_tokens=1500)) for _ in range(6)]
+        async with asyncio.timeout(5):
+            while engine.statistics().num_parked < 6:  # noqa: ASYNC110  # a state that nobody announces
+                await asyncio.sleep(0.001)
+        deltas = await read(engine.submit_nowait(request(max_tokens=5)))
+        for stream in stalled:
+            stream.close()
+
+    assert (text(deltas), end(deltas).finish) == ("ok ok", FinishReason.LENGTH)
 
 
 async def test_draining_lets_the_running_finish_and_takes_nothing_new() -> None:
