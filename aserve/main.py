@@ -5,9 +5,14 @@ the wait for a signal or a fault, then the way down.
 """
 
 import asyncio
+import os
+import resource
 import signal
 import sys
-from contextlib import AsyncExitStack
+import threading
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
+from typing import Any, Final
 
 import uvloop
 
@@ -16,34 +21,49 @@ from aserve.core.request import SamplingParams
 from aserve.device.threads import prepare_process
 from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
-from aserve.engine.ports import Runner
+from aserve.engine.ports import Runner, RunnerInfo
+from aserve.errors import InvalidRequest
 from aserve.model.hub import ModelSource, resolve_model
 from aserve.obs.drain import Log, open_log
 from aserve.obs.loop_watch import GcWatch, LoopWatch, freeze_heap
 from aserve.obs.metrics import Metrics
-from aserve.server.app import Server
+from aserve.server.app import Server, check_address
 from aserve.text.chat_template import ChatTemplate, PromptRenderer
 from aserve.text.tokenizer import HFTokenizer
 
-DEVICE_LOST_EXIT = 1
+DEVICE_LOST_EXIT: Final = 1
+WAY_DOWN_S: Final = 4.0
+"""How long the way down may take, the drain left out: what a device that hangs would hold up for ever."""
+FORCED_WAY_DOWN_S: Final = 1.0
+"""The same after a second signal: a step that runs may still end, and no more."""
 
 
 def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit status.
 
-    0 after a drain, 1 if the engine died. Raises ConfigError or ModelError, one sentence each, before it is ready.
+    0 after a drain, 1 if the engine died. Raises ConfigError or ModelError, one sentence each, before it is ready. Once
+    the end has begun and something hangs in it, the process is ended without a return.
     """
     prepare_process()  # before torch is loaded, which reads the environment once
+    raise_file_limit()
     log = open_log(config.log)
+    last_resort = _LastResort(log)
     try:
-        source = resolve_model(config.model.model, cache_dir=config.model.cache_dir)
+        check_address(config.server)  # a model may load for minutes
+        source = resolve_model(
+            config.model.model,
+            cache_dir=config.model.cache_dir,
+            load_format="dummy" if config.model.load_format == "dummy" else "auto",
+        )
         tokenizer = HFTokenizer.from_folder(source.folder)
         renderer = PromptRenderer(tokenizer, ChatTemplate.from_folder(source.folder))
         runner, defaults = load_model(config, source)
         log.adopt_libraries()
-        log.logger.info("model.loaded", model=source.name, origin=source.origin, device=runner.info.device)
-        return uvloop.run(_serve(config, source, tokenizer, renderer, runner, defaults, log))
+        _log_model(log, config, source, runner.info)
+        warm_up_text(renderer)
+        return uvloop.run(_serve(config, source, tokenizer, renderer, runner, defaults, log, last_resort))
     finally:
+        last_resort.disarm()
         log.close()
 
 
@@ -55,6 +75,47 @@ def load_model(config: Config, source: ModelSource) -> tuple[Runner, SamplingPar
     return runner, sampling_defaults(config.model, source.folder)
 
 
+def raise_file_limit() -> None:
+    """Take all the open files that this user may have: a connection is one, and many systems give 1,024 unasked."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS says "unlimited" and then allows less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def warm_up_text(renderer: PromptRenderer) -> None:
+    """Render and tokenise once, so that no request does it first: the renderer takes most of a second to load."""
+    with suppress(InvalidRequest):  # no template, or one that wants other messages
+        renderer.encode_chat([{"role": "user", "content": "Hello."}])
+    renderer.encode_prompt("Hello.")
+
+
+def _log_model(log: Log, config: Config, source: ModelSource, info: RunnerInfo) -> None:
+    """What was decided at start, and a warning where the context is shorter than one would expect."""
+    from aserve.model.config import ModelConfig
+
+    num_pool_tokens = info.num_blocks * info.block_size
+    log.logger.info(
+        "model.loaded",
+        model=source.name,
+        origin=source.origin,
+        device=info.device,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        kv_cache_mib=round(num_pool_tokens * info.kv_bytes_per_token / 2**20),
+        weights_mib=round(info.weight_bytes / 2**20),
+    )
+    wanted = config.scheduler.max_model_len or ModelConfig.from_folder(source.folder).max_position_embeddings
+    if info.max_model_len < wanted:
+        log.logger.warning(
+            "model.max_model_len_lowered",
+            wanted=wanted,
+            max_model_len=info.max_model_len,
+            reason="the KV pool holds no more" if info.max_model_len == num_pool_tokens else "the model's own is less",
+        )
+
+
 async def _serve(
     config: Config,
     source: ModelSource,
@@ -63,6 +124,7 @@ async def _serve(
     runner: Runner,
     defaults: SamplingParams,
     log: Log,
+    last_resort: "_LastResort",
 ) -> int:
     metrics = Metrics(source.name, vllm_names=config.metrics.vllm_names, process=config.metrics.process)
     engine = Engine(
@@ -73,6 +135,12 @@ async def _serve(
         observer=MetricsObserver(metrics),
         log=log.logger.bind(part="engine"),
     )
+    watch = LoopWatch(metrics.loop_lag, interval_s=config.metrics.loop_lag_interval_ms / 1000)
+    gc_watch = GcWatch(metrics.gc_pause)
+
+    def more_statistics() -> dict[str, Any]:
+        return {"loop": asdict(watch.statistics()), "gc": {"pause_max_ms": round(gc_watch.max_s * 1000, 3)}}
+
     server = Server(
         engine=engine,
         renderer=renderer,
@@ -82,9 +150,8 @@ async def _serve(
         log=log.logger.bind(part="server"),
         metrics=metrics,
         sampling_defaults=defaults,
+        more_statistics=more_statistics,
     )
-    watch = LoopWatch(metrics.loop_lag, interval_s=config.metrics.loop_lag_interval_ms / 1000)
-    gc_watch = GcWatch(metrics.gc_pause)
     metrics.before_render(lambda: setattr(metrics.log_lines_dropped, "value", log.statistics().num_dropped))
     async with AsyncExitStack() as stack:
         signals = _Signals()
@@ -99,7 +166,7 @@ async def _serve(
         stack.callback(gc_watch.remove)
         freeze_heap()
         _announce(host, port, source.name, runner.info.device)
-        return await _until_stopped(engine, server, signals, log)
+        return await _until_stopped(engine, server, signals, log, last_resort)
 
 
 def _announce(host: str, port: int, model: str, device: str) -> None:
@@ -123,18 +190,46 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def _until_stopped(engine: Engine, server: Server, signals: _Signals, log: Log) -> int:
+async def _until_stopped(
+    engine: Engine, server: Server, signals: _Signals, log: Log, last_resort: "_LastResort"
+) -> int:
     async with _Race() as race:
-        death = race.add(engine.wait_dead())
+        death, second = race.add(engine.wait_dead()), race.add(signals.second.wait())
         await race.first_of(death, race.add(signals.first.wait()))
         if not death.done():
             log.logger.info("server.stopping")
-            drain = race.add(server.drain_and_stop())
-            await race.first_of(death, drain, race.add(signals.second.wait()))
-        if death.done():
-            log.logger.error("server.failed", reason=str(death.result()))
-            return DEVICE_LOST_EXIT
+            await race.first_of(death, second, race.add(server.drain_and_stop()))
+        is_dead, is_forced = death.done(), second.done()
+    if not is_dead:
+        last_resort.arm(0, within_s=FORCED_WAY_DOWN_S if is_forced else WAY_DOWN_S)
         return 0
+    last_resort.arm(DEVICE_LOST_EXIT, within_s=WAY_DOWN_S)
+    log.logger.error("server.failed", reason=str(death.result()))
+    await server.drain_and_stop()  # the engine has ended every stream: their last events still have to leave
+    return DEVICE_LOST_EXIT
+
+
+class _LastResort:
+    """Ends the process from a thread of its own where the way down hangs: the loop may be what does not go on."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._timer: threading.Timer | None = None
+
+    def arm(self, status: int, *, within_s: float) -> None:
+        """Exit with ``status`` after ``within_s``, unless ``disarm`` comes first."""
+        self._timer = threading.Timer(within_s, self._leave, (status,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _leave(self, status: int) -> None:
+        self._log.logger.error("server.end_hangs")
+        self._log.close()
+        os._exit(status)
 
 
 class _Race:

@@ -247,14 +247,24 @@ def check_address(options: ServerOptions) -> None:
     host, port = options.host, options.port
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found:
-            with socket.socket(family, kind, protocol) as probe:
+        for family, kind, _, _, address in found:
+            if family == socket.AF_INET6 and not _has_ipv6():
+                continue  # listening skips it too
+            with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
     except OSError as error:
         raise ConfigError(_why_not_bound(error, host, port)) from None
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
+    except OSError:
+        return False
+    return True
 
 
 def _why_not_bound(error: OSError, host: str, port: int) -> str:

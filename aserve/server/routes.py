@@ -118,7 +118,7 @@ class Api:
         model_names: Sequence[str],
         log: Logger,
         metrics: Metrics,
-        server_statistics: Callable[[], dict[str, Any]],
+        more_statistics: Callable[[], dict[str, Any]],
     ) -> None:
         self.is_draining = False
         self._engine = engine
@@ -129,7 +129,7 @@ class Api:
         self._model_names = tuple(model_names)
         self._log = log
         self._metrics = metrics
-        self._server_statistics = server_statistics
+        self._more_statistics = more_statistics
         self._body_cap = limits.body_cap(engine.info.max_model_len)
         self._num_open: Counter[str] = Counter()  # generations by owner
         self._noted_names: set[str] = set()
@@ -379,7 +379,7 @@ class Api:
         return call.json(orjson.dumps({"version": aserve.__version__}))
 
     async def stats(self, call: Call) -> web.StreamResponse:
-        figures = {"engine": asdict(self._engine.statistics()), "server": self._server_statistics()}
+        figures = {"engine": asdict(self._engine.statistics()), **self._more_statistics()}
         return call.json(orjson.dumps(figures, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
 
     async def reset_prefix_cache(self, call: Call) -> web.StreamResponse:
