@@ -26,7 +26,7 @@ Parcel = StartPrefill | DeliverTokens | DeliverPromptLogprobs | Finish
 class Choice:
     """Delivery's state of one sequence. Written by the deliverer only.
 
-    is_first: the first child of its prompt, which counts for prompt usage.
+    is_first: the first child of its prompt, which counts for prompt usage. stop_ids: eos_ids and the client's own.
     held, held_logprobs: tokens whose text has not been sent yet (half a character, a possible stop string): they travel
     with the delta that carries it, so that tokens and text of a delta belong together.
     """
@@ -39,6 +39,7 @@ class Choice:
     decoder: TextDecoder
     matcher: StopMatcher | None
     eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
     num_output: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -171,17 +172,19 @@ class Deliverer:
         choice.num_output += 1
         choice.stream.usage.completion_tokens += 1
         choice.held.append(token)
-        if logprobs is not None and request.params.logprobs is not None:
-            choice.held_logprobs.append(_logprob(logprobs, row, token, request.params.logprobs))
-        if self._is_stop_token(choice, token) and not request.include_stop_str_in_output:
-            return  # it counts, but it is not text; its Finish is next in line
+        params = request.params
+        if logprobs is not None and params.logprobs is not None:
+            choice.held_logprobs.append(_logprob(logprobs, row, token, params.logprobs))
+        if token in choice.stop_ids and choice.num_output > params.min_tokens:
+            if not request.include_stop_str_in_output:
+                return  # it counts, but it is not text; its Finish is next in line
         try:
             text = choice.decoder.push(token)
         except BaseException as error:  # native code that panics raises no Exception
             self._on_stop(choice.sequence, choice.num_output - 1)
             self.end(choice, FinishReason.ERROR, error=f"A token could not be made into text: {error}", text="")
             return
-        if choice.matcher is not None and choice.num_output >= request.params.min_tokens:
+        if choice.matcher is not None and choice.num_output >= params.min_tokens:
             result = choice.matcher.push(text)
             if result.matched is not None:
                 self._on_stop(choice.sequence, choice.num_output - 1)
@@ -191,26 +194,25 @@ class Deliverer:
         if text or choice.num_output == 1:
             self._put(choice, text)
 
-    def _is_stop_token(self, choice: Choice, token: int) -> bool:
-        params = choice.request.params
-        if choice.num_output <= params.min_tokens:
-            return False
-        return token in params.stop_token_ids or token in choice.eos_ids
-
     def _put(self, choice: Choice, text: str) -> None:
-        tokens, choice.held = tuple(choice.held), []
+        tokens = tuple(choice.held)
+        choice.held.clear()
+        if choice.request.params.logprobs is None and choice.prompt_logprobs is None:
+            choice.stream.put(Delta(index=choice.index, text=text, tokens=tokens, num_output=choice.num_output))
+            return
         logprobs = None
         if choice.request.params.logprobs is not None:
             logprobs, choice.held_logprobs = tuple(choice.held_logprobs), []
-        delta = Delta(
-            index=choice.index,
-            text=text,
-            tokens=tokens,
-            logprobs=logprobs,
-            prompt_logprobs=self._take_prompt_logprobs(choice),
-            num_output=choice.num_output,
+        choice.stream.put(
+            Delta(
+                index=choice.index,
+                text=text,
+                tokens=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=self._take_prompt_logprobs(choice),
+                num_output=choice.num_output,
+            )
         )
-        choice.stream.put(delta)
 
     def _take_prompt_logprobs(self, choice: Choice) -> tuple[TokenLogprob | None, ...] | None:
         entries, choice.prompt_logprobs = choice.prompt_logprobs, None

@@ -290,6 +290,8 @@ class Engine:
             owner=self,
             now=now,
         )
+        eos_ids = frozenset() if request.ignore_eos else self._eos_ids
+        stop_ids = eos_ids | frozenset(request.params.stop_token_ids)
         stream.usage.prompt_tokens = sum(len(prompt) for prompt in request.prompts)
         call = _Call(request, stream, [spec.id for spec in specs])
         limits = [limit for limit in (request.deadline_s, self.options.request_timeout_s) if limit]
@@ -308,7 +310,8 @@ class Engine:
                 is_first=index % request.n == 0,
                 decoder=self.tokenizer.decoder(skip_special_tokens=request.skip_special_tokens),
                 matcher=StopMatcher(request.stop, include=request.include_stop_str_in_output) if request.stop else None,
-                eos_ids=frozenset() if request.ignore_eos else self._eos_ids,
+                eos_ids=eos_ids,
+                stop_ids=stop_ids,
             )
             self.scheduler.handle(events.SequenceSubmitted(spec), now)
         self._launcher.wake()

@@ -87,7 +87,7 @@ class TokenStream:
             return
         if delta.finish is not None:
             self._num_open -= 1
-        size = wire_bytes(delta)
+        size = len(delta.text) if delta.logprobs is None else wire_bytes(delta)
         if self._mail and self._is_full():
             self._watch_stall()
             for index in range(len(self._mail) - 1, -1, -1):
