@@ -6,11 +6,7 @@ parent, tokens and salt themselves, so equal keys of different content never sha
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from aserve.core.ids import BlockId, StepNumber
 
@@ -31,21 +27,18 @@ class PrefixEntry:
 
 
 class DigestChain:
-    """The digests of a sequence's full blocks, computed once and as far as asked for."""
+    """The digests of a sequence's full blocks, whose content never changes: each is computed once."""
 
-    __slots__ = ("_block_size", "_digests", "_salt")
+    __slots__ = ("_digests", "_salt")
 
-    def __init__(self, block_size: int, salt: str) -> None:
-        self._block_size = block_size
-        self._salt = salt
+    def __init__(self, salt: str) -> None:
+        self._salt = salt.encode()
         self._digests: list[bytes] = []
 
-    def digest(self, index: int, tokens: Callable[[int, int], NDArray[np.int32]]) -> bytes:
-        """Digest of block ``index``. ``tokens(start, end)`` gives the content, whose full blocks never change."""
-        while len(self._digests) <= index:
-            i = len(self._digests)
-            parent = self._digests[-1] if i else self._salt.encode()
-            content = tokens(i * self._block_size, (i + 1) * self._block_size).tobytes()
+    def digest(self, index: int, content: bytes) -> bytes:
+        """Digest of block ``index``, which holds the tokens in ``content``; blocks are first asked for in order."""
+        if index == len(self._digests):
+            parent = self._digests[-1] if index else self._salt
             self._digests.append(hashlib.sha256(b"%d:%b%b" % (len(parent), parent, content)).digest())
         return self._digests[index]
 

@@ -136,7 +136,7 @@ class Scheduler:
         return Sequence(
             spec=spec,
             order=(spec.priority if self.options.queue_order == "priority" else 0, spec.id),
-            chain=DigestChain(self.options.block_size, salt),
+            chain=DigestChain(salt),
             salt=salt,
             shares_prefix=is_public or spec.leads or spec.leader is not None,
         )
@@ -450,7 +450,7 @@ class Scheduler:
         size, parent = self.options.block_size, ROOT
         for index in range((len(sequence) - 1) // size):
             content = sequence.tokens(index * size, (index + 1) * size).tobytes()
-            digest = sequence.chain.digest(index, sequence.tokens)
+            digest = sequence.chain.digest(index, content)
             entry = self.prefix.find(digest, parent, content, sequence.salt)
             if entry is None:
                 break
@@ -560,7 +560,7 @@ class Scheduler:
             if not sequence.shares_prefix or sequence.prefix_tip is None:
                 continue
             content = sequence.tokens(index * size, (index + 1) * size).tobytes()
-            digest = sequence.chain.digest(index, sequence.tokens)
+            digest = sequence.chain.digest(index, content)
             entry = self.prefix.find(digest, sequence.prefix_tip, content, sequence.salt)
             if entry is None:
                 entry = self.prefix.insert(digest, sequence.prefix_tip, content, sequence.salt, block)

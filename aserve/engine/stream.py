@@ -1,7 +1,7 @@
 """TokenStream: what a caller reads, and the bounded mailbox between delivery and reader."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,7 @@ class TokenStream:
         self._num_open = num_choices  # choices whose last delta was not put in yet
         self._num_unread = num_choices  # ... not taken out yet
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[Delta], bool] | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._is_stalled = False
         self._is_closed = False
@@ -87,6 +88,8 @@ class TokenStream:
             return
         if delta.finish is not None:
             self._num_open -= 1
+        elif self._sink is not None and not self._mail and self._sink(delta):
+            return
         size = len(delta.text) if delta.logprobs is None else wire_bytes(delta)
         if self._mail and self._is_full():
             self._watch_stall()
@@ -122,6 +125,14 @@ class TokenStream:
             self._stall_timer = None
 
     # --- the reader's side
+
+    def push_to(self, sink: Callable[[Delta], bool]) -> None:
+        """Hand each further delta but the last ones to ``sink`` as it arrives, in place of waking the reader.
+
+        sink: called from delivery, so it must neither block nor raise; True if it took the delta. One that it does not
+        take, and all behind it until the reader has taken them, go to the mailbox.
+        """
+        self._sink = sink
 
     def next_nowait(self) -> list[Delta]:
         """What is there, possibly nothing."""
@@ -160,6 +171,7 @@ class TokenStream:
             return
         self._is_closed = True
         self._stop_stall_timer()
+        self._sink = None
         self._mail = []
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

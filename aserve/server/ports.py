@@ -1,6 +1,6 @@
 """What the server needs from the other layers, as narrow as it uses them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from aserve.core.request import FinishReason
@@ -15,12 +15,19 @@ class Stream(Protocol):
     def usage(self) -> Usage: ...
 
     @property
+    def num_choices(self) -> int: ...
+
+    @property
     def finished(self) -> bool:
         """Whether the last delta of every choice was taken."""
         ...
 
     async def next(self) -> list[Delta]:
         """What is new, waiting for it; [] once all has been taken. Loses nothing when cancelled."""
+        ...
+
+    def push_to(self, sink: Callable[[Delta], bool]) -> None:
+        """Hand further deltas but the last ones to ``sink`` as they arrive; those that it does not take are read."""
         ...
 
     def close(self) -> None:

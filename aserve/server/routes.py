@@ -36,7 +36,6 @@ from aserve.server.dialects import ChatDialect, Dialect, TextDialect
 from aserve.server.options import LimitOptions, ServerOptions
 from aserve.server.ports import Engine, Logger, Metrics, Stream
 from aserve.server.prepare import Prepared, Preparer
-from aserve.server.prompt_only import PromptOnly
 from aserve.server.prompts import TemplateChoices, chat_ids, chat_text, check_ids
 from aserve.server.sampling import stop_strings, with_length
 from aserve.server.schema import (
@@ -222,17 +221,14 @@ class Api:
             if deadline_s <= 0:
                 raise DeadlineExceeded("The request's time limit passed before it could be queued.")
         params = self._with_length(prepared, dialect.default_tokens)
-        is_prompt_only = prepared.max_tokens == 0
-        if is_prompt_only and params.prompt_logprobs is None:
-            return self._prompt_only(None, prepared)
-        stream = self._engine.submit_nowait(
+        return self._engine.submit_nowait(
             GenerationRequest(
                 request_id=dialect.id,
                 prompts=tuple(prompt.ids for prompt in prepared.prompts),
                 params=params,
                 n=prepared.n,
                 seed=None if fields.seed is None else fields.seed & 0xFFFF_FFFF_FFFF_FFFF,
-                stop=() if is_prompt_only else stop_strings(fields),
+                stop=stop_strings(fields),
                 include_stop_str_in_output=bool(fields.include_stop_str_in_output),
                 ignore_eos=bool(fields.ignore_eos),
                 skip_special_tokens=fields.skip_special_tokens is not False,
@@ -243,17 +239,11 @@ class Api:
                 owner=call.owner,
             )
         )
-        return self._prompt_only(stream, prepared) if is_prompt_only else stream
-
-    @staticmethod
-    def _prompt_only(stream: Stream | None, prepared: Prepared[Any]) -> PromptOnly:
-        return PromptOnly(stream, num_choices=prepared.num_choices, num_prompt_tokens=prepared.num_prompt_tokens)
 
     def _with_length(self, prepared: Prepared[Any], default: int | None) -> SamplingParams:
-        """The params with the length that fits all prompts; a length of 0 runs as 1, see PromptOnly."""
-        sent = prepared.max_tokens if prepared.max_tokens is None else max(1, prepared.max_tokens)
+        """The params with the length that fits all prompts."""
         try:
-            lengths = [self._engine.fit(len(prompt.ids), sent, default) for prompt in prepared.prompts]
+            lengths = [self._engine.fit(len(prompt.ids), prepared.max_tokens, default) for prompt in prepared.prompts]
         except ContextLengthExceeded as error:
             if error.param == "max_tokens":
                 error.param = prepared.max_tokens_param

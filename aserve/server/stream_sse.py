@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from aiohttp import HttpVersion11, web
@@ -49,6 +50,17 @@ class EventWriter:
         self._period_s = keepalive_s
         self._silent_since = self._loop.time()
         self._timer = self._loop.call_later(keepalive_s, self._keep_alive)
+
+    def try_write(self, encode: Callable[[Delta], bytes], delta: Delta) -> bool:
+        """Write one delta's event now, or leave it to the reader: False while the buffer is full, or on any fault."""
+        if self._protocol.writing_paused:
+            return False
+        try:
+            if events := encode(delta):
+                self.write_nowait(events)
+        except Exception:  # the reader meets the same fault, and has an answer to it
+            return False
+        return True
 
     def write_nowait(self, events: bytes) -> None:
         """Raises ConnectionResetError if the client has left."""
@@ -112,6 +124,7 @@ async def stream_events(
     await response.prepare(request)
     writer = EventWriter(request, response, keepalive_s)
     outcome = StreamOutcome(response)
+    sink = partial(writer.try_write, encoder.encode)
     try:
         if deltas is None:
             writer.write_nowait(KEEP_ALIVE)
@@ -136,6 +149,9 @@ async def stream_events(
                 writer.write_nowait(data)
                 if writer.is_paused:
                     await writer.drain()
+            # Straight from delivery into the socket; with several choices a step's events would be as many writes.
+            if stream.num_choices == 1:
+                stream.push_to(sink)
             deltas = await stream.next()
     except ConnectionError:
         raise

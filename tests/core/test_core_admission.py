@@ -17,7 +17,7 @@ def limits(*, max_model_len=100, pool_tokens=1000, max_queue_requests=0, max_que
 
 def queued(ident: int, *, tokens: int = 10, order: int | None = None) -> Sequence:
     spec = SequenceSpec(id=ident, prompt=np.arange(tokens, dtype=np.int32))
-    chain = DigestChain(4, "")
+    chain = DigestChain("")
     sequence = Sequence(spec=spec, order=(0, order or ident), chain=chain, salt="", shares_prefix=True)
     sequence.num_uncached_at_door = tokens
     return sequence

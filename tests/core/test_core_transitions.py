@@ -97,7 +97,7 @@ def test_sequences_obey_their_table(state, step):
     """The object itself: its state afterwards is the table's, or the one it had."""
     spec = SequenceSpec(id=1, prompt=np.arange(3, dtype=np.int32), params=SamplingParams())
     sequence = Sequence(
-        spec=spec, order=(0, 1), chain=DigestChain(4, ""), salt="", shares_prefix=True, num_uncached_at_door=3
+        spec=spec, order=(0, 1), chain=DigestChain(""), salt="", shares_prefix=True, num_uncached_at_door=3
     )
     sequence.state = state
 

@@ -5,7 +5,7 @@ things happen calls ``hold()`` and then pushes deltas into the calls it finds in
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from aserve.core.admission import Limits, fit_max_tokens
@@ -46,6 +46,9 @@ class FakeCall:
 
     def __post_init__(self) -> None:
         self.num_unread = self.num_choices
+
+    def push_to(self, sink: Callable[[Delta], bool]) -> None:
+        """This fake leaves every delta to its reader."""
 
     # --- the test's side
 
@@ -94,6 +97,8 @@ def answer(call: FakeCall, text: str = TEXT) -> Iterable[Delta]:
         if params.prompt_logprobs is not None:
             prompt = call.request.prompts[index // call.request.n].tolist()
             of_prompt = (None, *(logprob(token, params.prompt_logprobs) for token in prompt[1:]))
+        if not tokens:
+            yield Delta(index=index, prompt_logprobs=of_prompt, finish=finish)
         for i, token in enumerate(tokens):
             yield Delta(
                 index=index,
