@@ -1,4 +1,4 @@
-"""One frozen Config, composed of the layers' own options: defaults < file < environment < command line.
+"""One frozen Config, composed of the layers' own options: defaults < profile < file < environment < command line.
 
 A section is a dataclass of options with a default and a sentence each. Everything here is generic over their fields and
 type hints: int, float, bool, str, Literal and tuple[str, ...]. Unknown names, wrong types and values out of range are
@@ -24,12 +24,16 @@ from aserve.engine.options import EngineOptions
 from aserve.errors import ConfigError
 from aserve.model.options import ModelOptions
 from aserve.obs.options import LogOptions, MetricsOptions
+from aserve.profiles import PROFILES
 from aserve.server.options import LimitOptions, ServerOptions
 
 PREFIX: Final = "ASERVE_"
 FILE_VARIABLE: Final = "ASERVE_CONFIG"
+PROFILE_VARIABLE: Final = "ASERVE_PROFILE"
+PROFILE_KEY: Final = "profile"
+"""Top-level key of a file, before its sections."""
 
-OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, faults.ENVIRONMENT, "ASERVE_CACHE_DIR"})
+OTHER_VARIABLES: Final = frozenset({FILE_VARIABLE, PROFILE_VARIABLE, faults.ENVIRONMENT, "ASERVE_CACHE_DIR"})
 """Variables that are no options. Names that begin with ASERVE_TEST_ belong to the tests."""
 
 FLAGS: Final = MappingProxyType(
@@ -120,7 +124,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Everything that can be chosen. ``origins`` says of each option that is not at its default who set it."""
+    """Everything that can be chosen. ``origins`` says of each option that is not at its default who set it.
+
+    profile: the name of the one that was applied, or "".
+    """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     server: ServerOptions = field(default_factory=ServerOptions, repr=False)  # holds the keys
@@ -129,6 +136,7 @@ class Config:
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    profile: str = ""
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def settings(self) -> Iterator[Setting]:
@@ -229,21 +237,45 @@ def find_option(name: str) -> Option:
     return option
 
 
-def load_config(
-    *, file: str = "", environment: Mapping[str, str] | None = None, command_line: Sequence[Assignment] = ()
-) -> Config:
-    """Put the four sources together. ``file`` wins over the environment's ASERVE_CONFIG; neither means no file.
+def find_keyword(keyword: str) -> Option:
+    """The option that a program calls section.key, section__key, or key alone, which no two sections share.
 
-    Raises ConfigError.
+    Raises ConfigError that names the nearest.
+    """
+    name = keyword.replace("__", ".")
+    by_key = {option.key: option for option in options().values()}
+    option = by_key.get(name) or options().get(name)
+    if option is None:
+        raise ConfigError(f"There is no option {keyword!r}{_nearest(name, options())}.")
+    return option
+
+
+def load_config(
+    *,
+    file: str = "",
+    profile: str = "",
+    environment: Mapping[str, str] | None = None,
+    command_line: Sequence[Assignment] = (),
+    keywords: Mapping[str, Any] | None = None,
+) -> Config:
+    """Put the sources together. ``file`` wins over the environment's ASERVE_CONFIG; neither means no file.
+
+    profile: wins over ASERVE_PROFILE, and that over the file's own ``profile``; an explicit value of any source wins
+    over it. keywords: values with types, from a program that embeds the engine; the strongest source. Raises
+    ConfigError.
     """
     environment = {} if environment is None else environment
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     file = file or environment.get(FILE_VARIABLE, "")
+    content = _read_file(file) if file else {}
+    profile, profile_origin = _chosen_profile(profile, environment, content, file)
     sources = [
-        _from_file(file) if file else (),
+        _from_profile(profile, profile_origin),
+        _from_file(content, file),
         _from_environment(environment),
         _from_command_line(command_line),
+        _from_keywords(keywords or {}),
     ]
     for source in sources:
         for option, value, origin in source:
@@ -257,7 +289,7 @@ def load_config(
         sections.setdefault(section, {})[key] = value
     types = get_type_hints(Config)
     made = {section: types[section](**chosen) for section, chosen in sections.items()}
-    config = Config(**made, origins=MappingProxyType(origins))
+    config = Config(**made, profile=profile, origins=MappingProxyType(origins))
     _check_together(config)
     return config
 
@@ -267,6 +299,10 @@ def render_default_toml() -> str:
     lines = [
         "# Every option of aserve with its default. `python -m aserve --config FILE` reads such a file, which needs",
         "# only what differs. The environment (ASERVE_SECTION__KEY) and the command line (--section.key) win over it.",
+        "",
+        f"# A set of values for a goal: {', '.join(PROFILES)}; empty is none. What stands below wins over",
+        "# the profile, so keep only what is meant.",
+        f'{PROFILE_KEY} = ""',
     ]
     for section, members in groupby(options().values(), key=lambda option: option.section):
         lines += ["", f"[{section}]"]
@@ -277,15 +313,45 @@ def render_default_toml() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _from_file(path: str) -> Iterator[tuple[Option, Any, str]]:
+def _read_file(path: str) -> dict[str, Any]:
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The config file {path!r} cannot be read: {error.strerror}.") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"The config file {path!r} is not valid TOML: {error}.") from error
+
+
+def _chosen_profile(
+    given: str, environment: Mapping[str, str], content: Mapping[str, Any], file: str
+) -> tuple[str, str]:
+    """The profile that the strongest source names, and that source for an error message. "" is none."""
+    if given:
+        return given, ""
+    if named := environment.get(PROFILE_VARIABLE):
+        return named, f" (environment {PROFILE_VARIABLE})"
+    named = content.get(PROFILE_KEY, "")
+    if not isinstance(named, str):
+        raise ConfigError(f"{file}: {PROFILE_KEY} is the name of a profile, not {named!r}.")
+    return named, f" (file {file})"
+
+
+def _from_profile(name: str, origin: str) -> Iterator[tuple[Option, Any, str]]:
+    if not name:
+        return
+    if name not in PROFILES:
+        near = get_close_matches(name, PROFILES, n=1)
+        hint = f"; the nearest is {near[0]}" if near else f": it is one of {', '.join(PROFILES)}"
+        raise ConfigError(f"There is no profile {name!r}{origin}{hint}.")
+    for option_name, choice in PROFILES[name].choices.items():
+        yield options()[option_name], choice.value, f"profile {name}"
+
+
+def _from_file(content: Mapping[str, Any], path: str) -> Iterator[tuple[Option, Any, str]]:
     section_names = list(dict.fromkeys(option.section for option in options().values()))
     for section, members in content.items():
+        if section == PROFILE_KEY:
+            continue
         if not isinstance(members, dict):
             raise ConfigError(f"{path}: {section!r} stands outside of any section{_nearest(section, options())}.")
         if section not in section_names:
@@ -322,6 +388,16 @@ def _from_command_line(assignments: Sequence[Assignment]) -> Iterator[tuple[Opti
         if option.is_list:  # a flag that is given again adds to the list
             value = lists[option.name] = lists.get(option.name, ()) + value
         yield option, value, origin
+
+
+def _from_keywords(keywords: Mapping[str, Any]) -> Iterator[tuple[Option, Any, str]]:
+    for keyword, value in keywords.items():
+        option = find_keyword(keyword)
+        try:
+            value = option.from_toml(list(value) if isinstance(value, tuple) else value)
+        except ValueError as error:
+            raise ConfigError(f"{option.name}: {_hidden(option, value, error)}.") from error
+        yield option, value, "keyword"
 
 
 def variable_of(option: Option) -> str:

@@ -27,14 +27,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "aserve.server": (
         "aserve.server", "aserve.engine", "aserve.obs", "aserve.__version__", "aserve.core.ids", "aserve.core.request",
     ),
-    "aserve.config": OPTIONS,
+    "aserve.config": (*OPTIONS, "aserve.profiles"),
+    "aserve.profiles": (),
+    "aserve.embedding": ("aserve",),
     "aserve.errors": (),
     "aserve.faults": (),
     "aserve.testing": ("aserve.core", "aserve.engine.ports"),
     "aserve.main": ("aserve",),
     "aserve.cli": ("aserve",),
     "aserve.__main__": ("aserve.cli", "aserve.__version__"),
-    "aserve": ("aserve.engine", "aserve.__version__"),
+    "aserve": ("aserve.embedding", "aserve.__version__"),
     "loadgen": ("loadgen",),
 }  # fmt: skip
 """Longest prefix of a module's name -> prefixes of what it may import of this repository."""
@@ -117,6 +119,7 @@ def test_options_stand_alone(module: str) -> None:
     [
         ("aserve", ("torch", "aiohttp", "transformers", "numpy")),
         ("aserve.config", ("torch", "aiohttp", "transformers", "numpy")),
+        ("aserve.embedding", ("torch", "aiohttp", "transformers")),
         ("aserve.core", ("torch", "aiohttp", "transformers")),
         ("aserve.core.scheduler", ("torch", "aiohttp", "transformers", "asyncio")),
         ("aserve.engine", ("torch", "aiohttp", "transformers")),
