@@ -144,6 +144,21 @@ async def test_steps_that_complete_out_of_order_while_an_abort_is_handled(order:
         assert (await staying.answer()).text == "abcdefghij"
 
 
+async def test_probes_need_no_free_slot() -> None:
+    """A long step, every slot taken and somebody waiting: alive and ready all the same, and at once."""
+    runner = device(max_num_seqs=1)
+    async with whole(runner, max_num_batched_tokens=64) as stack:
+        runner.hold()
+        tasks = await together(stack, 2)
+        await until(lambda: runner.num_inflight)
+        probes = [(await stack.get(path)).status for path in ("/health", "/ready", "/v1/models")]
+        assert not any(task.done() for task in tasks)
+        runner.resume()
+        await asyncio.gather(*tasks)
+
+    assert probes == [200] * 3
+
+
 # --- F5: aborts
 
 

@@ -87,7 +87,7 @@ def test_a_lost_device_ends_the_process() -> None:
 
 
 def test_there_is_one_process_and_it_idles() -> None:
-    """No child could outlive it; and without requests it waits for events: under a hundredth of a core."""
+    """No child could outlive it; and without requests it waits for events instead of polling."""
     with serving() as process:
         process.complete()
         children = [
@@ -100,7 +100,7 @@ def test_there_is_one_process_and_it_idles() -> None:
         share = (process.cpu_s() - before_s) / (time.monotonic() - start_s)
 
         assert children == []
-        assert share < 0.02  # a hundredth on an idle machine; the neighbours' share of the caches is not ours
+        assert share < 0.1  # polling would take a whole core; soak.py measures the hundredth, on an idle machine
 
 
 def test_more_connections_than_descriptors() -> None:

@@ -221,9 +221,12 @@ class Whole:
         if receive_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, (self.host, self.port))
-        limit = receive_buffer or 1 << 20
-        visitor = Visitor(*await asyncio.open_connection(sock=sock, limit=limit))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, (self.host, self.port))
+            visitor = Visitor(*await asyncio.open_connection(sock=sock, limit=receive_buffer or 1 << 20))
+        except BaseException:
+            sock.close()
+            raise
         self.visitors.append(visitor)
         return visitor
 
