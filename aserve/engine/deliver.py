@@ -127,6 +127,10 @@ class Deliverer:
                         await asyncio.sleep(0)
             else:
                 self.deliver_now(parcel)
+                num_since_turn += 1
+                if num_since_turn >= self._slice_size:
+                    num_since_turn = 0
+                    await asyncio.sleep(0)
 
     def deliver_now(self, parcel: StartPrefill | DeliverPromptLogprobs | Finish) -> None:
         choice = self.choices.get(parcel.sequence)

@@ -133,24 +133,33 @@ async def test_requests_leave_nothing_in_memory(server_type: type[Server], is_le
 
 
 async def test_a_thousand_streams_that_end_together_do_not_hold_the_loop() -> None:
-    """I10: first tokens and ends of one step are spread over turns of the loop."""
-    options = {"max_num_batched_tokens": 8192, "check_invariants_every": 0, "max_queue_requests": 2000}
+    """I10: the ends of one step are spread over turns of the loop (late by 11 ms; by 30 to 54 if they are not)."""
+    options = {
+        "max_num_batched_tokens": 8192,
+        "check_invariants_every": 0,
+        "max_queue_requests": 2000,
+        "policy": "sync",
+    }
 
     async def judge() -> bool:
         runner = ScriptedRunner(X, max_num_seqs=1024, num_blocks=2048, max_model_len=64)
         async with whole(runner, **options) as stack:
-            stack.runner.hold()
+            runner.hold()
             visitors = [await stack.visit() for _ in range(250)]
             for visitor in visitors:
                 visitor.post(TEXT, completion(n=4, max_tokens=2, stream=True), close=True)
             await until(lambda: stack.figures.num_accepted == 1000)
+            while stack.figures.generation_tokens < 1000:
+                runner.release(min(1, runner.num_inflight))
+                await turn(5)
+            await turn(200)
             async with loop_lag() as lag:
-                stack.runner.resume()
+                runner.resume()
                 answers = await asyncio.gather(*(visitor.answer() for visitor in visitors))
             assert all(answer.texts == ["xx"] * 4 for answer in answers)
-        return lag.max_ms <= 100
+        return lag.max_ms <= 25
 
-    assert await at_best_of(3, judge)
+    assert await at_best_of(5, judge)
 
 
 @pytest.mark.parametrize(
