@@ -205,7 +205,7 @@ def test_environment_and_file_reach_the_config(
         (["--set", "sever.port=1"], "There is no option 'sever.port'; the nearest is server.port."),
         (["serve", "a", "b"], "'b' is one argument too many."),
         (["serv"], "There is no command 'serv'; the nearest is 'serve'."),
-        (["xyzzy"], "There is no command 'xyzzy': it is one of serve, pull."),
+        (["xyzzy"], "There is no command 'xyzzy': it is one of serve, chat, pull, bench, doctor, completion."),
         (["pull", "--cache", "x"], "There is no flag --cache; the nearest is --cache-dir."),
         (["--config", "/no/such"], "The config file '/no/such' cannot be read: No such file or directory."),
     ],

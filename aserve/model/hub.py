@@ -96,6 +96,33 @@ def resolve_model(
     return ModelSource(folder=folder, name=hub_id["repo"], origin="hub")
 
 
+def cached_model(name: str, *, cache_dir: str = "", load_format: LoadFormat = "auto") -> ModelSource | None:
+    """What ``resolve_model`` would give without fetching or converting anything; None if that would be needed.
+
+    Raises ModelError for a name that means nothing.
+    """
+    path = Path(os.path.expanduser(name))
+    origin: Literal["default", "gguf"] = "gguf"
+    key, served = "", path.stem
+    if not name or (name.lower() in _DEFAULT.aliases and not os.path.exists(path)):
+        key, served, origin = _default_key(), _DEFAULT.name, "default"
+    elif os.path.isfile(path) and path.suffix.lower() == ".gguf":
+        key = _gguf_key(path.resolve())
+    if key:
+        folder = cache_folder(cache_dir).absolute() / "models" / key
+        return ModelSource(folder=folder, name=served, origin=origin) if _is_whole(folder) else None
+    hub_id = None if os.path.exists(path) else _HUB_ID.fullmatch(name)
+    if hub_id is None or path.suffix.lower() == ".gguf":
+        return resolve_model(name, cache_dir=cache_dir, load_format=load_format)  # a folder, or its refusal
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(hub_id["repo"], revision=hub_id["revision"], local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        return None
+    return ModelSource(folder=folder, name=hub_id["repo"], origin="hub")
+
+
 def cache_folder(cache_dir: str = "") -> Path:
     """``cache_dir``, else ASERVE_CACHE_DIR, else aserve's folder in the user's cache."""
     chosen = cache_dir or os.environ.get("ASERVE_CACHE_DIR")
@@ -183,14 +210,17 @@ def _locked(path: Path) -> AbstractContextManager[object]:
 def _converted(path: Path, cache_dir: str) -> Path:
     """The folder made from a GGUF file, found by path, size and time: to hash gigabytes at each start takes seconds."""
     path = path.resolve()
-    status = path.stat()
-    identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
-    key = f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-v{_CONVERSION}"
 
     def make(target: Path, scratch: Path) -> None:
         _convert(path, target)
 
-    return _made_once(key, cache_dir, make)
+    return _made_once(_gguf_key(path), cache_dir, make)
+
+
+def _gguf_key(path: Path) -> str:
+    status = path.stat()
+    identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+    return f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-v{_CONVERSION}"
 
 
 def _convert(path: Path, target: Path) -> None:
@@ -213,7 +243,11 @@ def _default_model(cache_dir: str, progress: bool) -> Path:
             _say("converting it")
         _convert(gguf, target)
 
-    return _made_once(f"{_DEFAULT.name}-{_DEFAULT.file_sha256[:12]}-v{_CONVERSION}", cache_dir, make)
+    return _made_once(_default_key(), cache_dir, make)
+
+
+def _default_key() -> str:
+    return f"{_DEFAULT.name}-{_DEFAULT.file_sha256[:12]}-v{_CONVERSION}"
 
 
 def _installed_gguf() -> Path | None:
