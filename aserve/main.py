@@ -57,10 +57,11 @@ def serve(config: Config) -> int:
         )
         tokenizer = HFTokenizer.from_folder(source.folder)
         renderer = PromptRenderer(tokenizer, ChatTemplate.from_folder(source.folder))
-        runner, defaults = load_model(config, source)
-        log.adopt_libraries()
-        _log_model(log, config, source, runner.info)
         warm_up_text(renderer)
+        log.adopt_libraries()  # what the renderer has loaded, so that loading the model prints nothing
+        runner, defaults = load_model(config, source)
+        log.adopt_libraries()  # what the model has loaded
+        _log_model(log, config, source, runner.info)
         return uvloop.run(_serve(config, source, tokenizer, renderer, runner, defaults, log, last_resort))
     finally:
         last_resort.disarm()

@@ -67,7 +67,7 @@ def load_fallback(
     why = f"This {config.model_type} model cannot be served:"
     try:
         hf_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # of foreign code on a foreign file
         raise ModelError(f"{why} its config does not load: {_sentence(error)}") from error
     _refuse_by_config(hf_config, why)
     try:
@@ -79,8 +79,12 @@ def load_fallback(
             )
         else:
             module = _from_pretrained(transformers, folder, hf_config, dtype, why)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise ModelError(f"{why} it does not load: {_sentence(error)}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # of foreign code on a foreign file
+        raise ModelError(
+            f"{why} {config.fallback_reason}, and transformers does not load it: {_sentence(error)}"
+        ) from error
     module = module.eval().requires_grad_(False).to(device)
     model = FallbackModel(module, _completed(config, hf_config), dtype=dtype, reference=reference, why=why)
     model.try_out()
@@ -275,5 +279,6 @@ def _probe(token_ids: Tensor, positions: Tensor, start: int, stop: int) -> Forwa
 
 
 def _sentence(error: Exception) -> str:
-    """The first line, with exactly one full stop."""
-    return (str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__) + "."
+    """The first line, with exactly one full stop. Of a KeyError the text is but the key."""
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__} {text}".strip() + "." if isinstance(error, KeyError) or not text else f"{text}."
