@@ -16,16 +16,17 @@ from aserve.errors import AserveError, ConfigError, InvalidRequest
 from aserve.server.access import Hosts, Keys, Origins
 from aserve.server.call import Call, request_label
 from aserve.server.connection import Connection, HttpServer
+from aserve.server.intake import Intake
 from aserve.server.options import LimitOptions, ServerOptions
 from aserve.server.ports import Engine, Logger, Metrics, Renderer
 from aserve.server.prepare import Preparer
 from aserve.server.problems import InternalError, error_body, error_headers, error_status
+from aserve.server.response_calls import ResponseCalls
+from aserve.server.response_routes import ResponsesApi
 from aserve.server.routes import Api, Router, allowed_methods
 from aserve.server.sampling import ModelFacts
 from aserve.server.workers import Workers
 
-CLIENT_GONE: Final = 499
-"""Counted for a client that left before its answer; never sent."""
 LAST_WORDS_S: Final = 2.0
 """How long answers may take to leave the sockets once the engine has ended them all."""
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -63,24 +64,39 @@ class Server:
         self._hosts = Hosts(options.host, options.allowed_hosts)
         self._workers = Workers(limits.num_workers, limits.max_pending_work)
         info = engine.info
-        self._api = Api(
-            engine=engine,
-            preparer=Preparer(
-                renderer=renderer,
-                tokenizer=engine.tokenizer,
-                facts=ModelFacts(
-                    vocab_size=info.vocab_size,
-                    eos_ids=info.eos_ids or engine.tokenizer.eos_ids,
-                    max_model_len=info.max_model_len,
-                    max_prompts=limits.max_prompts,
-                    defaults=sampling_defaults or SamplingParams(),
-                ),
-                model_names=model_names,
-                max_json_depth=limits.max_json_depth,
+        preparer = Preparer(
+            renderer=renderer,
+            tokenizer=engine.tokenizer,
+            facts=ModelFacts(
+                vocab_size=info.vocab_size,
+                eos_ids=info.eos_ids or engine.tokenizer.eos_ids,
+                max_model_len=info.max_model_len,
+                max_prompts=limits.max_prompts,
+                defaults=sampling_defaults or SamplingParams(),
             ),
-            workers=self._workers,
+            model_names=model_names,
+            max_json_depth=limits.max_json_depth,
+        )
+        self._intake = Intake(engine, self._workers, self._limits, log)
+        self._responses = ResponsesApi(
+            calls=ResponseCalls(
+                engine=engine,
+                preparer=preparer,
+                intake=self._intake,
+                limits=self._limits,
+                default_model=model_names[0],
+            ),
+            intake=self._intake,
             options=options,
             limits=self._limits,
+            log=log,
+        )
+        self._api = Api(
+            engine=engine,
+            preparer=preparer,
+            intake=self._intake,
+            responses=self._responses,
+            options=options,
             model_names=model_names,
             log=log,
             metrics=metrics,
@@ -112,8 +128,9 @@ class Server:
     async def drain_and_stop(self) -> None:
         """Refuse new work and let running requests finish, up to ``drain_timeout_s``; what runs then ends with an error
         event. Idle connections close at once. Cancelling it leaves ``aclose`` to do the rest."""
-        self._api.is_draining = True
-        self._log.info("server.draining", num_open=self._api.num_open)
+        self._intake.is_draining = True
+        self._log.info("server.draining", num_open=self._intake.num_open)
+        self._responses.drain()
         if self._http is not None:
             self._http.pre_shutdown()
         await self._engine.drain(self._options.drain_timeout_s)
@@ -123,7 +140,7 @@ class Server:
 
     async def aclose(self) -> None:
         """Stop listening and cut every connection; handlers are cancelled and have ended on return. Idempotent."""
-        self._api.is_draining = True
+        self._intake.is_draining = True
         if self._listener is not None:
             self._listener.close()
         if self._http is not None:
@@ -138,8 +155,9 @@ class Server:
         counts = asdict(self._http.counts) if self._http is not None else {}
         return {
             "uptime_s": round(time.monotonic() - self._started_s, 3),
-            "requests_open": self._api.num_open,
-            "draining": self._api.is_draining,
+            "requests_open": self._intake.num_open,
+            "draining": self._intake.is_draining,
+            "websockets": self._responses.num_sockets,
             "connections": counts,
         }
 
@@ -154,7 +172,7 @@ class Server:
         assert task is not None
         self._open_calls.add(task)
         call = Call(request=request, label=request_label(request))
-        status = CLIENT_GONE
+        status: int | None = None
         try:
             try:
                 response = await self._dispatch(call)
@@ -166,13 +184,13 @@ class Server:
                 self._log.error("request.failed", request_id=call.label, route=call.route, exc_info=error)
                 response = self._problem(call, InternalError("The server failed on this request."))
             status = response.status
-            if self._api.is_draining:
+            if self._intake.is_draining:
                 response.force_close()
             return response
         finally:
             self._open_calls.discard(task)
             connection.request_ended()
-            self._finish(call, status)
+            self._finish(call, call.status_if_gone if status is None else status)
 
     async def _dispatch(self, call: Call) -> web.StreamResponse:
         request = call.request

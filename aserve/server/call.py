@@ -10,6 +10,8 @@ from aiohttp import web
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _NOT_PLAIN: Final = re.compile(r"[^A-Za-z0-9_.-]")
+CLIENT_GONE: Final = 499
+"""Counted for a client that left before its answer; never sent."""
 MAX_NAMES = 16
 MAX_NAME_CHARS = 64
 
@@ -27,7 +29,8 @@ def plain_names(names: list[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Call:
-    """headers: go onto the answer, whatever it is. facts: go into the request's one log line. began_s: monotonic."""
+    """headers: go onto the answer, whatever it is. facts: go into the request's one log line. began_s: monotonic.
+    status_if_gone: what counts when the client has left."""
 
     request: web.BaseRequest
     label: str
@@ -36,6 +39,7 @@ class Call:
     parameter: str = ""
     owner: str = ""
     is_probe: bool = False
+    status_if_gone: int = CLIENT_GONE
     headers: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 

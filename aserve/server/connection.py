@@ -8,7 +8,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiohttp import StreamReader, web
 
@@ -25,6 +25,18 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"X-Request-ID: req-%%b\r\nContent-Length: %d\r\n\r\n%b" % (len(_TOO_MANY_BODY), _TOO_MANY_BODY)
 )
+
+
+class ByteParser(Protocol):
+    """What reads a connection after an upgrade."""
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        """Take what has come. Returns (whether to close, what was left): (False, b"") in our protocols."""
+        ...
+
+    def feed_eof(self) -> None:
+        """The peer has left."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,6 +59,7 @@ class Connection(web.RequestHandler):
         "_fault_handler",
         "_head_expected",
         "_head_timer",
+        "_is_taken_over",
         "_limits",
         "_log",
         "_socket",
@@ -69,6 +82,7 @@ class Connection(web.RequestHandler):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._is_taken_over = False
 
     # --- the life of the socket
 
@@ -140,6 +154,19 @@ class Connection(web.RequestHandler):
     def _head_timed_out(self) -> None:
         self._counts.slow_headers += 1
         self.abort()
+
+    # --- a connection that is not HTTP any more
+
+    def take_over(self, parser: "ByteParser") -> None:
+        """Hand every further byte to ``parser``. Only after a 101 was sent."""
+        self._is_taken_over = True
+        self.keep_alive(False)
+        self.set_parser(cast(Any, parser))
+
+    def close(self) -> None:
+        """Read no further request; what was taken over goes on reading, and its handler is told to end by others."""
+        if not self._is_taken_over:
+            super().close()
 
     # --- a peer that does not read
 

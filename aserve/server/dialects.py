@@ -13,9 +13,10 @@ from aserve.server.sse import ChatChunks, ChunkEncoder, ChunkOptions, Echo, Text
 
 
 class Dialect:
-    """One call in one dialect. ``id`` is the engine's name for it, too. default_tokens: None is all the room there
-    is."""
+    """One call in one dialect. ``id`` is the engine's name for it, too. prompt_param: the field of the prompt.
+    default_tokens: None is all the room there is."""
 
+    prompt_param: str
     default_tokens: int | None = None
     id: str
 
@@ -28,6 +29,8 @@ class Dialect:
 
 class ChatDialect(Dialect):
     """/v1/chat/completions"""
+
+    prompt_param = "messages"
 
     def __init__(self, prepared: Prepared[ChatRequest], model: str, tokenizer: Vocabulary) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -59,6 +62,7 @@ class ChatDialect(Dialect):
 class TextDialect(Dialect):
     """/v1/completions. 16 tokens where no length is sent, as in the official API."""
 
+    prompt_param = "prompt"
     default_tokens = 16
 
     def __init__(self, prepared: Prepared[CompletionRequest], model: str, tokenizer: Vocabulary) -> None:

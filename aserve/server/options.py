@@ -30,6 +30,9 @@ class ServerOptions:
         "Names that the Host header may carry besides loopback ones; if none is given, only a loopback address checks.",
     )
     keepalive_comment_s: float = _option(15.0, "Silence after which a stream carries a keep-alive comment.")
+    websocket_heartbeat_s: float = _option(
+        20.0, "Silence of a websocket's client after which it is pinged; half as long again, and it is cut off."
+    )
     drain_timeout_s: float = _option(30.0, "How long running requests may go on after the first SIGTERM.")
     queue_full_status: Literal[503, 429] = _option(503, "Status of the answer while the queue is full.")
 
@@ -49,6 +52,13 @@ class LimitOptions:
     max_json_depth: int = _option(64, "Deepest nesting of arrays and objects in a body.")
     max_requests_per_key: int = _option(0, "Generations that one key may have open at once; 0 is no limit.")
     max_prompts: int = _option(64, "Sequences that one request may create: prompts times n.")
+    max_stored_responses: int = _option(256, "Finished responses that can be retrieved or gone on from by id.")
+    max_stored_bytes: int = _option(1 << 24, "Bytes of those responses and their conversations; the oldest go first.")
+    max_websockets: int = _option(0, "Websockets open at once, beyond which one is closed with 1013; 0 is no limit.")
+    max_lanes: int = _option(32, "Lanes (stream_id) that run at once on one websocket.")
+    max_lane_requests: int = _option(64, "Requests that may wait in the lanes of one websocket.")
+    max_socket_responses: int = _option(64, "Responses of one websocket that a later one may go on from.")
+    max_socket_history_bytes: int = _option(1 << 22, "Bytes of the conversations that one websocket is remembered by.")
     # A 4 KiB text takes 1 to 2.3 ms to tokenise; the loop's other streams wait for no longer than that.
     offload_bytes: int = _option(4096, "Bodies above this are parsed, templated and tokenised in a worker thread.")
     num_workers: int = _option(2, "Threads that parse, template and tokenise.")

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta, GenerationRequest, Usage
 from aserve.engine.ports import RunnerInfo
+from aserve.engine.stream import Timings
 
 
 class Stream(Protocol):
@@ -13,6 +14,9 @@ class Stream(Protocol):
 
     @property
     def usage(self) -> Usage: ...
+
+    @property
+    def timings(self) -> Timings: ...
 
     @property
     def num_choices(self) -> int: ...

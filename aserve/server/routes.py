@@ -3,9 +3,7 @@ send."""
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -15,32 +13,25 @@ import orjson
 from aiohttp import web
 
 import aserve
-from aserve.core.request import SamplingParams
-from aserve.engine.generation import GenerationRequest
 from aserve.errors import (
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    Draining,
     InvalidRequest,
     MethodNotAllowed,
     ModelNotFound,
     NotFound,
-    RateLimited,
     Unsupported,
 )
 from aserve.obs.metrics import CONTENT_TYPE
 from aserve.server.answers import collect, num_logprobs
-from aserve.server.body import check_json_headers, read_body
-from aserve.server.call import Call, plain_names
+from aserve.server.call import Call
 from aserve.server.dialects import ChatDialect, Dialect, TextDialect
-from aserve.server.options import LimitOptions, ServerOptions
-from aserve.server.ports import Engine, Logger, Metrics, Stream
+from aserve.server.intake import Intake
+from aserve.server.options import ServerOptions
+from aserve.server.ports import Engine, Logger, Metrics
 from aserve.server.prepare import Prepared, Preparer
 from aserve.server.prompts import TemplateChoices, chat_ids, chat_text, check_ids
-from aserve.server.sampling import stop_strings, with_length
+from aserve.server.response_routes import ResponsesApi
 from aserve.server.schema import (
     ApplyTemplateRequest,
-    ChatRequest,
     DetokenizeRequest,
     SamplingFields,
     TokenizeRequest,
@@ -48,20 +39,17 @@ from aserve.server.schema import (
     parse_json,
 )
 from aserve.server.stream_sse import stream_events
-from aserve.server.workers import Workers
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 MAX_INLINE_LOGPROBS: Final = 1000
 """Entries of logprobs, alternatives included, in an answer that is built on the loop; each takes about 2 us."""
-MAX_NOTED_NAMES: Final = 256
-"""Unknown fields that are logged, each once; clients choose the names, so there must be an end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """pattern: a path, with ``{id}`` for the rest of it; also the label in metrics. is_open: needs no key."""
+    """pattern: a path, with ``{id}`` for its variable part; also the label in metrics. is_open: needs no key."""
 
     method: str
     pattern: str
@@ -70,33 +58,48 @@ class Route:
 
 
 class Router:
-    """Finds a route. All routes need a key unless they say otherwise, and so does the search for one that is not
-    there."""
+    """Finds a route: an exact path, or one with a variable part between a prefix and a suffix.
+
+    All routes need a key unless they say otherwise, and so does the search for one that is not there.
+    """
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
-        self._prefixes: dict[str, dict[str, Route]] = {}
+        self._around: dict[tuple[str, str], dict[str, Route]] = {}
         for route in routes:
-            table = self._prefixes if route.pattern.endswith("{id}") else self._exact
-            table.setdefault(route.pattern.removesuffix("{id}"), {})[route.method] = route
+            prefix, is_pattern, suffix = route.pattern.partition("{id}")
+            table = (
+                self._around.setdefault((prefix, suffix), {})
+                if is_pattern
+                else self._exact.setdefault(route.pattern, {})
+            )
+            table[route.method] = route
             if route.method == "GET":
-                table[route.pattern.removesuffix("{id}")]["HEAD"] = route
+                table["HEAD"] = route
+        # The longer suffix first: "{id}" alone would take every path of "{id}/cancel".
+        self._around = dict(sorted(self._around.items(), key=lambda entry: -len(entry[0][1])))
 
     def methods(self, path: str) -> dict[str, Route]:
         """Routes of a raw path by method; empty if there is none."""
+        return self._match(path)[0]
+
+    def _match(self, path: str) -> tuple[dict[str, Route], str]:
         if path in self._exact:
-            return self._exact[path]
-        return next((routes for prefix, routes in self._prefixes.items() if path.startswith(prefix)), {})
+            return self._exact[path], ""
+        for (prefix, suffix), routes in self._around.items():
+            if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
+                return routes, path[len(prefix) : len(path) - len(suffix)]
+        return {}, ""
 
     def find(self, method: str, path: str) -> tuple[Route, str]:
         """The route and its parameter, unquoted. Raises NotFound and MethodNotAllowed."""
-        routes = self.methods(path)
+        routes, parameter = self._match(path)
         if not routes:
             raise NotFound("There is nothing at this path.", code="not_found")
         route = routes.get(method)
         if route is None:
             raise MethodNotAllowed(f"This path takes {allowed_methods(routes)}.", code="method_not_allowed")
-        return route, unquote(path[len(route.pattern) - 4 :]) if route.pattern.endswith("{id}") else ""
+        return route, unquote(parameter)
 
 
 def allowed_methods(routes: dict[str, Route]) -> str:
@@ -111,27 +114,23 @@ class Api:
         *,
         engine: Engine,
         preparer: Preparer,
-        workers: Workers,
+        intake: Intake,
+        responses: ResponsesApi,
         options: ServerOptions,
-        limits: LimitOptions,
         model_names: Sequence[str],
         log: Logger,
         metrics: Metrics,
         more_statistics: Callable[[], dict[str, Any]],
     ) -> None:
-        self.is_draining = False
         self._engine = engine
         self._preparer = preparer
-        self._workers = workers
+        self._intake = intake
+        self._responses = responses
         self._options = options
-        self._limits = limits
         self._model_names = tuple(model_names)
         self._log = log
         self._metrics = metrics
         self._more_statistics = more_statistics
-        self._body_cap = limits.body_cap(engine.info.max_model_len)
-        self._num_open: Counter[str] = Counter()  # generations by owner
-        self._noted_names: set[str] = set()
         self._scraping = asyncio.Lock()
         self._started_at = int(time.time())
 
@@ -151,8 +150,11 @@ class Api:
             Route("GET", "/v1/stats", self.stats),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache),
             Route("DELETE", "/v1/requests/{id}", self.abort_request),
-            Route("POST", "/v1/responses", partial(self._not_yet, "The Responses API")),
-            Route("GET", "/v1/responses", partial(self._not_yet, "The Responses API over a websocket")),
+            Route("POST", "/v1/responses", self._responses.create),
+            Route("GET", "/v1/responses", self._responses.socket),
+            Route("GET", "/v1/responses/{id}", self._responses.retrieve),
+            Route("DELETE", "/v1/responses/{id}", self._responses.delete),
+            Route("POST", "/v1/responses/{id}/cancel", self._responses.cancel),
             Route("POST", "/v1/embeddings", partial(self._not_yet, "The embeddings API")),
             Route("POST", "/v1/messages", partial(self._not_yet, "The Messages API")),
         ]
@@ -160,15 +162,15 @@ class Api:
     # --- generation
 
     async def chat_completions(self, call: Call) -> web.StreamResponse:
-        body = await self._work_body(call)
-        prepared = await self._off_loop(body, partial(self._preparer.chat, body))
+        body = await self._intake.work_body(call)
+        prepared = await self._intake.off_loop(len(body), partial(self._preparer.chat, body))
         return await self._generate(
             call, prepared, ChatDialect(prepared, self._name_of(prepared), self._preparer.tokenizer)
         )
 
     async def completions(self, call: Call) -> web.StreamResponse:
-        body = await self._work_body(call)
-        prepared = await self._off_loop(body, partial(self._preparer.completion, body))
+        body = await self._intake.work_body(call)
+        prepared = await self._intake.off_loop(len(body), partial(self._preparer.completion, body))
         return await self._generate(
             call, prepared, TextDialect(prepared, self._name_of(prepared), self._preparer.tokenizer)
         )
@@ -178,10 +180,17 @@ class Api:
         return prepared.fields.model or self._model_names[0]
 
     async def _generate(self, call: Call, prepared: Prepared[Any], dialect: Dialect) -> web.StreamResponse:
-        self._note_unknown(call, prepared.unknown)
+        self._intake.note_unknown(call, prepared.unknown)
         fields: SamplingFields = prepared.fields
-        with self._open_generation(call.owner):
-            stream = self._submit(call, prepared, dialect)
+        with self._intake.open_generation(call.owner):
+            stream = self._intake.submit(
+                prepared,
+                request_id=dialect.id,
+                owner=call.owner,
+                elapsed_s=call.elapsed_s,
+                prompt_param=dialect.prompt_param,
+                default_tokens=dialect.default_tokens,
+            )
             call.facts |= {"id": dialect.id, "stream": bool(fields.stream)}
             try:
                 if fields.stream:
@@ -191,14 +200,14 @@ class Api:
                         dialect.encoder(stream),
                         headers=call.headers,
                         keepalive_s=self._options.keepalive_comment_s,
-                        is_draining=lambda: self.is_draining,
+                        is_draining=lambda: self._intake.is_draining,
                     )
                     if outcome.fault is not None:
                         call.facts["fault"] = outcome.fault.code
                     if outcome.cause is not None:
                         call.facts["exc_info"] = outcome.cause
                     return outcome.response
-                choices = await collect(stream, prepared.num_choices, is_draining=lambda: self.is_draining)
+                choices = await collect(stream, prepared.num_choices, is_draining=lambda: self._intake.is_draining)
                 build = partial(dialect.answer, stream, choices)
                 is_small = num_logprobs(choices) <= MAX_INLINE_LOGPROBS
                 return call.json(build() if is_small else await asyncio.to_thread(build))
@@ -211,71 +220,11 @@ class Api:
                     "completion_tokens": usage.completion_tokens,
                 }
 
-    def _submit(self, call: Call, prepared: Prepared[Any], dialect: Dialect) -> Stream:
-        fields: SamplingFields = prepared.fields
-        if self.is_draining:  # once more: the body may have taken its time
-            raise _draining()
-        deadline_s = None
-        if fields.timeout is not None:
-            deadline_s = fields.timeout - call.elapsed_s
-            if deadline_s <= 0:
-                raise DeadlineExceeded("The request's time limit passed before it could be queued.")
-        params = self._with_length(prepared, dialect.default_tokens)
-        return self._engine.submit_nowait(
-            GenerationRequest(
-                request_id=dialect.id,
-                prompts=tuple(prompt.ids for prompt in prepared.prompts),
-                params=params,
-                n=prepared.n,
-                seed=None if fields.seed is None else fields.seed & 0xFFFF_FFFF_FFFF_FFFF,
-                stop=stop_strings(fields),
-                include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-                ignore_eos=bool(fields.ignore_eos),
-                skip_special_tokens=fields.skip_special_tokens is not False,
-                priority=fields.priority or 0,
-                # Hits across keys would let one client time what another one's prompts begin with.
-                cache_salt=f"{call.owner[:32]}:{fields.cache_salt or ''}" if call.owner else fields.cache_salt or "",
-                deadline_s=deadline_s,
-                owner=call.owner,
-            )
-        )
-
-    def _with_length(self, prepared: Prepared[Any], default: int | None) -> SamplingParams:
-        """The params with the length that fits all prompts."""
-        try:
-            lengths = [self._engine.fit(len(prompt.ids), prepared.max_tokens, default) for prompt in prepared.prompts]
-        except ContextLengthExceeded as error:
-            if error.param == "max_tokens":
-                error.param = prepared.max_tokens_param
-            else:
-                error.param = "messages" if isinstance(prepared.fields, ChatRequest) else "prompt"
-            raise
-        return with_length(prepared.params, min(lengths))
-
-    @contextmanager
-    def _open_generation(self, owner: str) -> Iterator[None]:
-        """Counts the call among its key's; raises RateLimited where that key has its share already."""
-        limit = self._limits.max_requests_per_key
-        if owner and limit and self._num_open[owner] >= limit:
-            raise RateLimited(f"This key has {limit} requests open already.", retry_after_s=1.0)
-        self._num_open[owner] += 1
-        try:
-            yield
-        finally:
-            self._num_open[owner] -= 1
-            if not self._num_open[owner]:
-                del self._num_open[owner]
-
-    @property
-    def num_open(self) -> int:
-        """Generations that have not been answered to the end."""
-        return self._num_open.total()
-
     # --- text and tokens
 
     async def tokenize(self, call: Call) -> web.StreamResponse:
-        body = await self._work_body(call)
-        return call.json(await self._off_loop(body, partial(self._tokenized, body)))
+        body = await self._intake.work_body(call)
+        return call.json(await self._intake.off_loop(len(body), partial(self._tokenized, body)))
 
     def _tokenized(self, body: bytes) -> bytes:
         preparer = self._preparer
@@ -301,8 +250,8 @@ class Api:
         return orjson.dumps(answer)
 
     async def detokenize(self, call: Call) -> web.StreamResponse:
-        body = await self._work_body(call)
-        return call.json(await self._off_loop(body, partial(self._detokenized, body)))
+        body = await self._intake.work_body(call)
+        return call.json(await self._intake.off_loop(len(body), partial(self._detokenized, body)))
 
     def _detokenized(self, body: bytes) -> bytes:
         preparer = self._preparer
@@ -312,8 +261,8 @@ class Api:
         return orjson.dumps({"prompt": preparer.tokenizer.decode(ids, skip_special_tokens=False)})
 
     async def apply_template(self, call: Call) -> web.StreamResponse:
-        body = await self._work_body(call)
-        return call.json(await self._off_loop(body, partial(self._templated, body)))
+        body = await self._intake.work_body(call)
+        return call.json(await self._intake.off_loop(len(body), partial(self._templated, body)))
 
     def _templated(self, body: bytes) -> bytes:
         preparer = self._preparer
@@ -349,7 +298,7 @@ class Api:
         return self._condition(call, health.alive, health.reason)
 
     async def ready(self, call: Call) -> web.StreamResponse:
-        if self.is_draining:
+        if self._intake.is_draining:
             return self._condition(call, False, "draining")
         health = self._engine.health()
         return self._condition(call, health.alive and health.ready, health.reason)
@@ -384,32 +333,3 @@ class Api:
 
     async def _not_yet(self, what: str, call: Call) -> web.StreamResponse:
         raise Unsupported(f"{what} is not supported by this server yet.")
-
-    # --- bodies
-
-    async def _work_body(self, call: Call) -> bytes:
-        """The body of a request that makes work, refused before it is read while the server drains."""
-        check_json_headers(call.request)
-        if self.is_draining:
-            raise _draining()
-        return await read_body(call.request, cap=self._body_cap, timeout_s=self._limits.body_timeout_s)
-
-    async def _off_loop(self, body: bytes, function: Callable[[], T]) -> T:
-        """Run at once for a small body, in a worker thread for a large one."""
-        if len(body) <= self._limits.offload_bytes:
-            return function()
-        return await self._workers.run(function)
-
-    def _note_unknown(self, call: Call, unknown: list[str]) -> None:
-        if not unknown:
-            return
-        names = plain_names(unknown)
-        call.headers["x-aserve-ignored-params"] = ", ".join(names)
-        for name in names:
-            if name not in self._noted_names and len(self._noted_names) < MAX_NOTED_NAMES:
-                self._noted_names.add(name)
-                self._log.warning("request.unknown_field", name=name, route=call.route)
-
-
-def _draining() -> Draining:
-    return Draining("The server is shutting down; try another one.", retry_after_s=1.0)

@@ -227,16 +227,16 @@ def _is_deeper(value: Any, max_depth: int) -> bool:
     return True
 
 
-def convert(raw: dict[str, Any], request_type: type[T]) -> T:
-    """``raw`` as a ``request_type``; unsupported fields are refused, unknown ones left out."""
+def convert(raw: dict[str, Any], request_type: type[T], unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> T:
+    """``raw`` as a ``request_type``; ``unsupported`` fields are refused, unknown ones left out."""
     try:
         request = msgspec.convert(raw, request_type)
     except msgspec.ValidationError as error:
         raise _as_invalid_request(str(error)) from None
     own = request_type.__struct_fields__
-    for name in raw.keys() & UNSUPPORTED.keys():
+    for name in raw.keys() & unsupported.keys():
         value = raw[name]
-        if name not in own and value is not None and value not in UNSUPPORTED[name]:
+        if name not in own and value is not None and value not in unsupported[name]:
             raise Unsupported(f"'{name}' is not supported by this server.", param=name)
     return request
 

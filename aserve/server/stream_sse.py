@@ -114,7 +114,7 @@ async def stream_events(
     the first keep-alive comment. A fault after that ends the body with an error event, without [DONE], and closes the
     connection. CancelledError and ConnectionError mean that the client has left.
     """
-    deltas = await _first_deltas(stream, keepalive_s)
+    deltas = await first_deltas(stream, keepalive_s)
     if deltas is not None and not deltas:
         raise GenerationFailed(_NO_REASON)
     for delta in deltas or ():
@@ -164,7 +164,7 @@ async def stream_events(
         writer.close()
 
 
-async def _first_deltas(stream: Stream, keepalive_s: float) -> list[Delta] | None:
+async def first_deltas(stream: Stream, keepalive_s: float) -> list[Delta] | None:
     """The first news, or None when a keep-alive comment is due before."""
     try:
         async with asyncio.timeout(keepalive_s):

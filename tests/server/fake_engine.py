@@ -12,6 +12,7 @@ from aserve.core.admission import Limits, fit_max_tokens
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta, GenerationRequest, TokenLogprob, Usage
 from aserve.engine.ports import RunnerInfo
+from aserve.engine.stream import Timings
 from aserve.errors import Draining
 from aserve.testing import ByteTokenizer
 
@@ -43,6 +44,7 @@ class FakeCall:
     num_unread: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    timings: Timings = field(default_factory=lambda: Timings(submitted_s=1.0))
 
     def __post_init__(self) -> None:
         self.num_unread = self.num_choices

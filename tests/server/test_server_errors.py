@@ -177,7 +177,7 @@ async def test_best_of_other_than_n_is_unsupported() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/v1/responses"), ("GET", "/v1/responses"), ("POST", "/v1/embeddings"), ("POST", "/v1/messages")],
+    [("POST", "/v1/embeddings"), ("POST", "/v1/messages")],
 )
 async def test_endpoint_to_come_says_so(method: str, path: str) -> None:
     """What is not there yet is a 400, not a 404."""
