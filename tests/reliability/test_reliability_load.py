@@ -125,7 +125,7 @@ async def test_requests_leave_nothing_in_memory(server_type: type[Server], is_le
     tracemalloc.start()
     try:
         async with whole(runner, server_type=server_type, check_invariants_every=0) as stack:
-            grown = await bytes_a_request(stack, traced_bytes, warm_up=300, count=300)
+            grown = await bytes_a_request(stack, traced_bytes, warm_up=200, count=200)
     finally:
         tracemalloc.stop()
 
