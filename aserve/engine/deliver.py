@@ -28,7 +28,8 @@ class Choice:
 
     is_first: the first child of its prompt, which counts for prompt usage. stop_ids: eos_ids and the client's own.
     held, held_logprobs: tokens whose text has not been sent yet (half a character, a possible stop string): they travel
-    with the delta that carries it, so that tokens and text of a delta belong together.
+    with the delta that carries it, so that tokens and text of a delta belong together. is_queued: a token of it went
+    through the queue, so no later one may go past that.
     """
 
     sequence: SequenceId
@@ -46,6 +47,7 @@ class Choice:
     held: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    is_queued: bool = False
     has_ended: bool = False
 
 
@@ -93,16 +95,21 @@ class Deliverer:
         self._has_parcels.set()
 
     def take_first_tokens(self, parcel: DeliverTokens) -> DeliverTokens | None:
-        """Deliver at once the rows that are their choice's first token; returns the other rows, if any.
+        """Deliver at once the rows that are their choice's first token, up to a slice; returns the other rows, if any.
 
         A choice without a token has nothing queued before it but its start, so this overtakes nothing.
         """
-        rest = []
+        rest: list[tuple[SequenceId, int, int]] = []
+        num_left = self._slice_size
         for sequence, token, row in parcel.entries:
             choice = self.choices.get(sequence)
-            if choice is not None and choice.num_output == 0:
+            if choice is None:
+                continue
+            if num_left and choice.num_output == 0 and not choice.is_queued:
+                num_left -= 1
                 self._deliver(choice, token, row, parcel.logprobs, self._clock())
             else:
+                choice.is_queued = True
                 rest.append((sequence, token, row))
         return DeliverTokens(parcel.step, rest, parcel.logprobs) if rest else None
 

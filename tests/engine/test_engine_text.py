@@ -178,3 +178,12 @@ async def test_a_second_call_takes_the_first_ones_prefix() -> None:
         await read(stream)
 
     assert stream.usage.cached_tokens == 48
+
+
+async def test_first_tokens_beyond_a_slice_wait_their_turn_in_order() -> None:
+    """More first tokens in one landing than a slice holds: each choice still has its tokens in order."""
+    async with running(ScriptedRunner(b"abcdefgh"), fan_out_slice=2, policy="eager", max_inflight=8) as engine:
+        streams = [engine.submit_nowait(request(max_tokens=8)) for _ in range(9)]
+        texts = [text(await read(stream)) for stream in streams]
+
+    assert texts == ["abcdefgh"] * 9
