@@ -6,6 +6,7 @@ from a ``Model``, which is one of two (``chat_models.py``).
 
 import contextlib
 import os
+import select
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -28,6 +29,7 @@ Ctrl-C stops a reply. A line that ends in a backslash goes on in the next one; a
 """
 
 _HISTORY_LINES: Final = 1000
+_PASTE_GAP_S: Final = 0.05
 _NOT_PRINTABLE: Final = {code: "�" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 """Control characters out of a model could move the cursor, name the window or write to the clipboard."""
 
@@ -111,8 +113,8 @@ def run(args: Namespace) -> int:
     with _open_model(args) as model:
         if is_piped:
             return answer_once(model, conversation, sampling, prompt, sys.stdout)
-        with _line_history(is_kept=not args.no_history):
-            Terminal(model, conversation, sampling, read_line=input, out=sys.stdout).run()
+        with line_editing(keeps_history=not args.no_history) as read_line:
+            Terminal(model, conversation, sampling, read_line=read_line, out=sys.stdout).run()
     return 0
 
 
@@ -274,28 +276,38 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def _line_history(*, is_kept: bool) -> Iterator[None]:
-    """Line editing for ``input``, where Python has readline; what was typed before, out of a file and back into it."""
+def line_editing(*, keeps_history: bool) -> Iterator[Callable[[str], str]]:
+    """What reads a line, with editing and with what was typed before, where Python has readline."""
     try:
         import readline
-    except ImportError:  # some builds of Python; input() still reads lines
-        yield
+    except ImportError:  # some builds of Python
+        yield read_pasted
         return
-    if "libedit" not in (readline.__doc__ or ""):
+    has_bracketed_paste = "libedit" not in (readline.__doc__ or "")
+    if has_bracketed_paste:
         readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off for its own prompt
     path = _history_file()
-    if is_kept:
+    if keeps_history:
         with contextlib.suppress(OSError):
             readline.read_history_file(path)
     try:
-        yield
+        yield input if has_bracketed_paste else read_pasted
     finally:
-        if is_kept:
+        if keeps_history:
             with contextlib.suppress(OSError):  # a home that cannot be written to is no reason to fail
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch(mode=0o600)
                 readline.set_history_length(_HISTORY_LINES)
                 readline.write_history_file(path)
+
+
+def read_pasted(prompt: str) -> str:
+    """``input``, and the lines that arrive together with the first: nobody types that fast."""
+    lines = [input(prompt)]
+    with contextlib.suppress(EOFError):
+        while select.select([sys.stdin], [], [], _PASTE_GAP_S)[0]:
+            lines.append(input())
+    return "\n".join(lines)
 
 
 def _history_file() -> Path:

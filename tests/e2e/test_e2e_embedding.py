@@ -36,18 +36,17 @@ def test_the_documented_program_runs(default_model_folder: Path, tmp_path: Path)
     assert "river" in result.stdout.lower()
 
 
-async def test_chats_side_by_side_repeat_the_greedy_answer(default_model_folder: Path) -> None:
+async def test_chats_side_by_side_repeat_the_greedy_answer(tiny_model: list[str]) -> None:
     """Reference mode: the same chat alone and beside another one is the same text; usage counts it."""
+    folder = tiny_model[tiny_model.index("--model") + 1]
+    options = {"load_format": "dummy", "reference": True, "max_num_seqs": 2, "max_model_len": 256}
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    options = {"reference": True, "max_num_seqs": 2, "max_model_len": 256, "max_num_batched_tokens": 48}
-    async with Engine.from_pretrained(str(default_model_folder), **options) as engine:
-        alone = engine.generate(chat, max_tokens=8, temperature=0)
+    async with Engine.from_pretrained(folder, **options) as engine:
+        alone = engine.generate(chat, max_tokens=16, temperature=0, ignore_eos=True)
         text = await alone.text()
-        other = engine.generate("Once upon a time", max_tokens=12, temperature=0, ignore_eos=True)
-        async with other:
+        async with engine.generate("Once upon a time", max_tokens=100, temperature=0, ignore_eos=True) as other:
             await anext(other)
-            again = await engine.generate(chat, max_tokens=8, temperature=0).text()
+            again = await engine.generate(chat, max_tokens=16, temperature=0, ignore_eos=True).text()
 
-    assert "Paris" in text
-    assert again == text
-    assert alone.usage.completion_tokens <= 8
+    assert again == text != ""
+    assert alone.usage.completion_tokens == 16
