@@ -229,7 +229,8 @@ class Server:
         """The request's one line, and its count. No prompts, no keys, no paths that clients made up."""
         seconds = call.elapsed_s
         method = call.request.method if call.request.method in METHODS else "other"
-        self._metrics.http_request(call.route, method, status, seconds)
+        latency_s = seconds if call.upgraded_s is None else call.upgraded_s
+        self._metrics.http_request(call.route, method, status, latency_s)
         # Probes and scrapes come every few seconds and would drown the rest.
         log = self._log.debug if call.is_probe and status < 400 else self._log.info
         log(

@@ -30,7 +30,7 @@ def plain_names(names: list[str]) -> list[str]:
 @dataclass(slots=True)
 class Call:
     """headers: go onto the answer, whatever it is. facts: go into the request's one log line. began_s: monotonic.
-    status_if_gone: what counts when the client has left."""
+    upgraded_s: how long the answer 101 took, None where there was none; the socket's life behind it is no latency."""
 
     request: web.BaseRequest
     label: str
@@ -39,13 +39,18 @@ class Call:
     parameter: str = ""
     owner: str = ""
     is_probe: bool = False
-    status_if_gone: int = CLIENT_GONE
+    upgraded_s: float | None = None
     headers: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began_s
+
+    @property
+    def status_if_gone(self) -> int:
+        """What counts when the client has left."""
+        return CLIENT_GONE if self.upgraded_s is None else 101
 
     def json(self, body: bytes, status: int = 200) -> web.Response:
         return web.Response(body=body, status=status, content_type="application/json", headers=self.headers)

@@ -136,7 +136,7 @@ class ResponsesApi:
             heartbeat_s=self._options.websocket_heartbeat_s,
         )
         response = await socket.accept(call.headers)
-        call.status_if_gone = response.status
+        call.upgraded_s = call.elapsed_s
         limit = self._limits.max_websockets
         if limit and len(self._sockets) >= limit:
             socket.end(CloseCode.TRY_AGAIN_LATER, "The server has too many sockets open.")
@@ -152,6 +152,10 @@ class ResponsesApi:
         self._sockets.add(session)
         try:
             await session.run()
+        except Exception as error:  # a fault of ours; no other answer fits behind a 101
+            self._log.error("request.failed", request_id=call.label, route=call.route, exc_info=error)
+            socket.end(CloseCode.INTERNAL_ERROR, "The server failed on this socket.")
+            await socket.close()
         finally:
             self._sockets.discard(session)
             call.facts |= {"close_code": int(socket.close_code), "num_responses": session.num_responses}

@@ -1,6 +1,7 @@
 """Responses over one websocket: ``response.create`` in lanes, their events out, and the extensions ``aserve:*``."""
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import OrderedDict
@@ -90,9 +91,10 @@ class ResponsesSocket:
         """Raises CancelledError when the client has left without a close frame."""
         try:
             async with asyncio.TaskGroup() as group:
-                while (text := await self._socket.receive()) is not None:
-                    await self._take(group, text)
-                    await self._socket.drain()
+                with contextlib.suppress(ConnectionError):  # it is being cut: nothing more can be said
+                    while (text := await self._socket.receive()) is not None:
+                        await self._take(group, text)
+                        await self._socket.drain()
                 for task in self._tasks:
                     task.cancel()
             await self._socket.close()
@@ -255,7 +257,8 @@ class ResponsesSocket:
         except TypeError:  # a message that quotes a lone surrogate
             event["error"]["message"] = event["error"]["message"].encode("ascii", "backslashreplace").decode()
             json = orjson.dumps(event)
-        self._socket.write_nowait(text_frame(event["type"], escape_line_breaks(json)))
+        with contextlib.suppress(ConnectionError):  # whoever reads the socket learns that the client has left
+            self._socket.write_nowait(text_frame(event["type"], escape_line_breaks(json)))
 
 
 def _lane_name(raw: dict[str, Any]) -> str | None:

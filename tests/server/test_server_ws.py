@@ -83,6 +83,18 @@ async def test_upgrade_is_answered_with_our_headers() -> None:
     assert (line["status"], line["close_code"], line["request_id"]) == (101, 1000, "mine")
 
 
+async def test_life_of_a_socket_is_no_latency() -> None:
+    """The histogram gets the time of the upgrade, the log line the whole."""
+    async with serving() as served:
+        async with socket_of(served) as ws:
+            await ws.send(create())
+            await ws.whole()
+        await eventually(lambda: served.log.fields_of("request.finished"))
+        line = served.log.fields_of("request.finished")[0]
+
+        assert 0 < served.metrics.http_duration.sum * 1000 < line["ms"] / 2
+
+
 async def test_opening_comes_before_the_first_token() -> None:
     """So that the client knows the id by which it may cancel."""
     async with serving() as served, socket_of(served) as ws:
@@ -419,6 +431,16 @@ async def test_fault_of_ours_ends_the_response_only(broken: str, monkeypatch: py
         assert types(await ws.whole())[-1] == "completed"
 
 
+async def test_fault_of_ours_outside_of_any_response_closes_with_1011(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No HTTP answer lands among the frames."""
+    async with serving() as served, socket_of(served) as ws:
+        monkeypatch.setattr("aserve.server.response_socket.ResponsesSocket._take", None)
+        await ws.send(create())
+
+        assert (await ws.closed())[0] == 1011
+        assert len(served.log.fields_of("request.failed")) == 1
+
+
 async def test_lone_surrogate_in_a_message_is_escaped() -> None:
     """An error may quote what the client sent, whatever it is."""
     async with serving() as served, socket_of(served) as ws:
@@ -677,3 +699,17 @@ async def test_client_is_heard_while_the_server_drains() -> None:
         assert (await ws.whole())[-1]["response"]["status"] == "cancelled"
         assert (await ws.closed())[0] == 1001
         await stopping
+
+
+async def test_draining_does_not_mind_a_socket_that_is_being_cut() -> None:
+    """Between the cut and its notice nothing can be written, and nobody is hurt by it."""
+    async with serving() as served, socket_of(served) as ws:
+        served.engine.hold()
+        call = await running(served, ws)
+        await ws.send(create(), {"type": "no"})
+        await ws.until("error")
+        next(iter(served.server._http.connections)).abort()
+        await served.server.drain_and_stop()
+
+        assert call.is_closed
+        assert served.log.fields_of("request.failed") == []
