@@ -5,7 +5,7 @@ V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """What one token leaves in the cache: K and V of ``num_kv_heads`` heads in each layer."""
+    """What one token leaves in the cache: K and V of ``num_kv_heads`` heads in each layer.
+
+    layout: how the cache's memory is ordered, as the model's attention wants it; see ``KVTensors``.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    layout: Literal["heads", "rows"] = "heads"
 
     @property
     def bytes_per_token(self) -> int:

@@ -8,6 +8,7 @@ C hidden size, I intermediate size, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -73,13 +74,23 @@ class _Layer:
 class Decoder:
     """A LanguageModel that keeps activations in the weights' dtype."""
 
-    def __init__(self, config: ModelConfig, read: ReadTensor, *, dtype: torch.dtype, attention: PagedAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: ReadTensor,
+        *,
+        dtype: torch.dtype,
+        attention: PagedAttention,
+        layout: Literal["heads", "rows"] = "heads",
+    ) -> None:
+        """layout: what ``attention`` wants of the cache."""
         if config.decoder is None:
             raise AssertionError(f"{config.model_type} has no native shape: {config.fallback_reason}")
         self.config = config
         self._shape = shape = config.decoder
         self._dtype = dtype
         self._attention = attention
+        self._layout: Literal["heads", "rows"] = layout
         self._embedding_VC = read("model.embed_tokens.weight")
         self._frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(self._embedding_VC.device)
         self._layers = [_read_layer(shape, layer, read) for layer in range(shape.num_layers)]
@@ -94,6 +105,7 @@ class Decoder:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=self._dtype,
+            layout=self._layout,
         )
 
     @property
@@ -119,6 +131,7 @@ class Decoder:
         hidden_size = (shape.hidden_size,)
         scale = head_dim**-0.5
         attend = self._attention.plan(batch, kv)
+        slots = kv.slots(batch.slot_mapping_T)
         cos, sin = cos_sin(self._frequencies, batch.positions_T, shape.rope.attention_factor, self._dtype)
 
         x_TC = F.embedding(batch.token_ids_T, self._embedding_VC)
@@ -129,7 +142,7 @@ class Decoder:
                 qk_TAD.copy_(F.rms_norm(qk_TAD, (head_dim,), None, eps) * layer.qk_norm_AHD)
             if layer.uses_rope:
                 rotate_(qk_TAD, cos, sin)
-            kv.write(index, batch.slot_mapping_T, qkv[:, q_size:].view(num_tokens, 2, num_kv_heads, head_dim))
+            kv.put(index, slots, qk_TAD[:, num_heads:], qkv[:, qk_size:].view(num_tokens, num_kv_heads, head_dim))
             out_TAD = attend(qk_TAD[:, :num_heads], index, scale=scale, window=layer.window)
             x_TC = layer.o(out_TAD.view(num_tokens, q_size)).add_(x_TC)
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ModelError
-from aserve.model.attention.sdpa import SdpaAttention
+from aserve.model.attention.bags import BagAttention
 from aserve.model.attention.tiled import TiledAttention
 from aserve.model.batch import LanguageModel
 from aserve.model.config import ModelConfig
@@ -50,8 +50,10 @@ def load_model(
         checkpoint = _DummyCheckpoint(shapes) if load_format == "dummy" else open_checkpoint(folder)
         _check(folder, checkpoint.shapes(), shapes, is_tied=config.decoder.tied_embeddings)
         read: ReadTensor = lambda name: checkpoint.read(name).to(device=device, dtype=dtype)
-        attention = TiledAttention() if reference else SdpaAttention()
-        model = Decoder(config, read, dtype=dtype, attention=attention)
+        if reference:
+            model = Decoder(config, read, dtype=dtype, attention=TiledAttention())
+        else:
+            model = Decoder(config, read, dtype=dtype, attention=BagAttention(), layout="rows")
     return ReferenceModel(model) if reference else model
 
 

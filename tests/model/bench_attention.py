@@ -35,7 +35,6 @@ SMOLLM2_135M = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-BLOCK_SIZE = 16
 
 
 class NoAttention:
@@ -45,15 +44,15 @@ class NoAttention:
         return lambda q_TAD, layer, *, scale, window=None: q_TAD.contiguous()
 
 
-def decode_batch(num_rows: int, context: int) -> tuple[ForwardBatch, int]:
+def decode_batch(num_rows: int, context: int, block_size: int) -> tuple[ForwardBatch, int]:
     """Rows of equal length over shuffled blocks; also the number of blocks."""
-    blocks_a_row = -(-context // BLOCK_SIZE)
+    blocks_a_row = -(-context // block_size)
     tables_SB = (torch.randperm(num_rows * blocks_a_row) + 1).view(num_rows, blocks_a_row)
     last = context - 1
     return ForwardBatch(
         token_ids_T=torch.randint(0, 49152, (num_rows,)),
         positions_T=torch.full((num_rows,), last),
-        slot_mapping_T=tables_SB[:, -1] * BLOCK_SIZE + last % BLOCK_SIZE,
+        slot_mapping_T=tables_SB[:, -1] * block_size + last % block_size,
         block_tables_SB=tables_SB.int(),
         context_lens_S=torch.full((num_rows,), context, dtype=torch.int32),
         context_lens=[context] * num_rows,
@@ -63,13 +62,13 @@ def decode_batch(num_rows: int, context: int) -> tuple[ForwardBatch, int]:
     ), num_rows * blocks_a_row
 
 
-def chunk_batch(num_tokens: int) -> tuple[ForwardBatch, int]:
+def chunk_batch(num_tokens: int, block_size: int) -> tuple[ForwardBatch, int]:
     """A first chunk whose last token's logits are wanted."""
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_blocks = -(-num_tokens // block_size)
     return ForwardBatch(
         token_ids_T=torch.randint(0, 49152, (num_tokens,)),
         positions_T=torch.arange(num_tokens),
-        slot_mapping_T=torch.arange(num_tokens) + BLOCK_SIZE,
+        slot_mapping_T=torch.arange(num_tokens) + block_size,
         block_tables_SB=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
         context_lens_S=torch.tensor([num_tokens], dtype=torch.int32),
         context_lens=[num_tokens],
@@ -97,6 +96,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="*", default=[32, 1024])
     parser.add_argument("--chunk", type=int, nargs="*", default=[512])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cpu-time", action="store_true")
@@ -110,8 +110,8 @@ def main() -> None:
         model = load_model(folder, dtype=dtype, load_format="dummy", reference=arguments.reference)
     for num_rows in arguments.rows:
         for context in arguments.context:
-            batch, num_blocks = decode_batch(num_rows, context)
-            kv = KVTensors.allocate(model.kv_shape, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+            batch, num_blocks = decode_batch(num_rows, context, arguments.block_size)
+            kv = KVTensors.allocate(model.kv_shape, num_blocks=num_blocks, block_size=arguments.block_size)
             whole_ms = least_ms(model, batch, kv, arguments.repeats, clock)
             line = f"decode {num_rows:3} rows x {context:5}: {whole_ms:7.1f} ms, {num_rows / whole_ms * 1e3:6.0f} tok/s"
             if isinstance(model, Decoder):
@@ -126,8 +126,8 @@ def main() -> None:
                 )
             print(line, flush=True)  # noqa: T201
     for num_tokens in arguments.chunk:
-        batch, num_blocks = chunk_batch(num_tokens)
-        kv = KVTensors.allocate(model.kv_shape, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        batch, num_blocks = chunk_batch(num_tokens, arguments.block_size)
+        kv = KVTensors.allocate(model.kv_shape, num_blocks=num_blocks, block_size=arguments.block_size)
         print(f"chunk {num_tokens:5} tokens: {least_ms(model, batch, kv, 3, clock):7.1f} ms", flush=True)  # noqa: T201
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from aserve.model.attention import PagedAttention
+from aserve.model.attention.bags import BagAttention
 from aserve.model.attention.sdpa import SdpaAttention
 from aserve.model.attention.tiled import TiledAttention
 from aserve.model.batch import ForwardBatch, KVShape
@@ -14,8 +15,10 @@ from aserve.model.kv_tensors import KVTensors
 
 pytestmark = pytest.mark.torch
 
-KERNELS = {"sdpa": SdpaAttention, "tiled": TiledAttention}
+KERNELS = {"bags": BagAttention, "sdpa": SdpaAttention, "tiled": TiledAttention}
 HEAD_DIM = 16
+NUM_LAYERS = 3
+LAYER = 1
 
 
 def plain(q_AD: Tensor, k_LHD: Tensor, v_LHD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
@@ -49,7 +52,13 @@ def check(
     sequences = [(1, length) for length in decode] + list(chunks)
     nums_blocks = [-(-length // block_size) for _, length in sequences]
     kv = KVTensors.allocate(
-        KVShape(num_layers=1, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, dtype=dtype),
+        KVShape(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=num_kv_heads,
+            head_dim=HEAD_DIM,
+            dtype=dtype,
+            layout="rows" if isinstance(kernel, BagAttention) else "heads",
+        ),
         num_blocks=sum(nums_blocks) + 5,
         block_size=block_size,
     )
@@ -62,7 +71,7 @@ def check(
         tables.append(table + [blocks[0]] * (max(nums_blocks) + 2 - num_blocks))
         kv_LTHD = torch.randn(length, 2, num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
         slots = torch.tensor([table[i // block_size] * block_size + i % block_size for i in range(length)])
-        kv.write(0, slots, kv_LTHD)
+        kv.write(LAYER, slots, kv_LTHD)
         q = torch.randn(num_queries, num_heads, HEAD_DIM, generator=generator).to(dtype)
         queries.append(q)
         k, v = kv_LTHD.float().unbind(1)
@@ -86,7 +95,7 @@ def check(
     )
     q_TAD = torch.cat([*queries, torch.full((padding, num_heads, HEAD_DIM), math.nan, dtype=dtype)])
 
-    out_TAD = kernel.plan(batch, kv)(q_TAD, 0, scale=HEAD_DIM**-0.5, window=window)
+    out_TAD = kernel.plan(batch, kv)(q_TAD, LAYER, scale=HEAD_DIM**-0.5, window=window)
 
     assert out_TAD.shape == q_TAD.shape
     assert out_TAD.is_contiguous()

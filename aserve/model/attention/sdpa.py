@@ -1,8 +1,9 @@
 """Paged attention for the CPU: blocks are gathered into a workspace, over which torch's fused attention runs.
 
+For a cache in the order of heads, which the models of transformers' own code have; ``bags`` is faster for the others.
+
 Shape suffixes: T tokens of the step, S sequences of a group, A query heads, H kv heads, G = A / H queries that share a
-kv head, Q queries of a chunk, D head_dim, N blocks of the pool, P tokens of a block, B gathered blocks of a sequence,
-L gathered tokens of a sequence.
+kv head, D head_dim, B gathered blocks of a sequence, L gathered tokens of a sequence.
 
 Queries that share a kv head go in as one head's rows, so that K and V are read once and never repeated.
 """
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aserve.model.attention import StepAttention
+from aserve.model.attention.chunks import ChunkAttention, Workspace, additive, gather_rows
 from aserve.model.batch import ForwardBatch
 from aserve.model.kv_tensors import KVTensors
 
@@ -25,29 +27,22 @@ _PADDING_TOKENS_MAX = 512
 
 
 class SdpaAttention:
-    """Holds the workspace, which grows to the largest group seen and is reused by all layers and steps."""
+    """For a cache in the order of heads."""
 
     def __init__(self) -> None:
-        self._workspace = torch.empty(0)
+        self._workspace = Workspace()
 
     def plan(self, batch: ForwardBatch, kv: KVTensors) -> StepAttention:
-        return _SdpaStep(self, batch, kv)
-
-    def workspace(self, num_rows: int, row_size: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, row_size], whose content lasts until the next gather. An earlier view stays valid memory."""
-        size = num_rows * row_size
-        if self._workspace.numel() < size or self._workspace.dtype != dtype:
-            self._workspace = torch.empty(size, dtype=dtype)
-        return self._workspace[:size].view(num_rows, row_size)
+        return _SdpaStep(self._workspace, batch, kv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:
-    """Blocks of one or several sequences, copied to where a fused kernel can read them.
+    """Blocks of several sequences, copied to where a fused kernel can read them.
 
     rows: indices into the layer's ``blocks``, 2 * H of each gathered block. out: the workspace. The views are made once
-    for all layers, as they cost more than they look at one row a step. k, v: [H, S, L, D] for a decode group,
-    [H, G, L, D] for a chunk. stale: the part of out that holds tokens not all of the rows own, with a mask of them.
+    for all layers, as they cost more than they look at one row a step. k, v: [H, S, L, D]. stale: the part of out that
+    holds tokens not all of the rows own, with a mask of them.
     """
 
     rows: Tensor
@@ -73,36 +68,26 @@ class _DecodeGroup:
     mask_S1L: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChunkSpan:
-    """One chunk: queries [start, stop) of q_TAD. mask_QL: None for a plain causal square."""
-
-    start: int
-    stop: int
-    gather: _Gather
-    mask_QL: Tensor | None
-
-
 class _SdpaStep:
-    def __init__(self, owner: SdpaAttention, batch: ForwardBatch, kv: KVTensors) -> None:
-        self._owner = owner
+    def __init__(self, workspace: Workspace, batch: ForwardBatch, kv: KVTensors) -> None:
+        self._workspace = workspace
         self._batch = batch
         self._kv = kv
         self._block_size = kv.block_size
         self._block_tables = batch.block_tables_SB.long()
         self._dtype = kv.shape.dtype
         self._num_kv_heads = kv.shape.num_kv_heads
-        self._head_starts = torch.arange(2 * self._num_kv_heads).unsqueeze(1) * (kv.num_blocks + 1)
         bytes_per_token = kv.shape.bytes_per_token // kv.shape.num_layers
         self._tokens_max = max(1, _WORKSPACE_BYTES_MAX // bytes_per_token)
-        self._plans: dict[int | None, tuple[list[_DecodeGroup], list[_ChunkSpan]]] = {}
+        self._chunks = ChunkAttention(batch, kv, workspace)
+        self._plans: dict[int | None, list[_DecodeGroup]] = {}
 
     def __call__(self, q_TAD: Tensor, layer: int, *, scale: float, window: int | None = None) -> Tensor:
         if window not in self._plans:
-            self._plans[window] = (self._decode_groups(window), self._chunk_spans(window, q_TAD.shape[1]))
-        groups, spans = self._plans[window]
+            self._plans[window] = self._decode_groups(window)
+        groups = self._plans[window]
         blocks = self._kv.blocks[layer]
-        if len(groups) == 1 and not spans and groups[0].num_rows == len(q_TAD):
+        if len(groups) == 1 and groups[0].num_rows == len(q_TAD):
             return self._attend_group(groups[0], q_TAD, blocks, scale)
         out_TAD = torch.zeros_like(q_TAD, memory_format=torch.contiguous_format)
         for group in groups:
@@ -110,8 +95,7 @@ class _SdpaStep:
                 out_TAD[: group.num_rows] = self._attend_group(group, q_TAD[: group.num_rows], blocks, scale)
             else:
                 out_TAD[group.queries] = self._attend_group(group, q_TAD[group.queries], blocks, scale)
-        for span in spans:
-            out_TAD[span.start : span.stop] = self._attend_chunk(span, q_TAD[span.start : span.stop], blocks, scale)
+        self._chunks.attend(q_TAD, out_TAD, layer, scale=scale, window=window)
         return out_TAD
 
     def _attend_group(self, group: _DecodeGroup, q_SAD: Tensor, blocks: Tensor, scale: float) -> Tensor:
@@ -121,16 +105,6 @@ class _SdpaStep:
         q_HSGD = q_SAD.view(num_rows, self._num_kv_heads, -1, head_dim).transpose(0, 1)
         out_HSGD = F.scaled_dot_product_attention(q_HSGD, gather.k, gather.v, attn_mask=group.mask_S1L, scale=scale)
         return out_HSGD.transpose(0, 1).reshape(num_rows, num_heads, head_dim)
-
-    def _attend_chunk(self, span: _ChunkSpan, q_QAD: Tensor, blocks: Tensor, scale: float) -> Tensor:
-        gather = span.gather
-        gather(blocks)
-        num_queries, num_heads, head_dim = q_QAD.shape
-        q_HGQD = q_QAD.view(num_queries, self._num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        out_HGQD = F.scaled_dot_product_attention(
-            q_HGQD, gather.k, gather.v, attn_mask=span.mask_QL, is_causal=span.mask_QL is None, scale=scale
-        )
-        return out_HGQD.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 
     def _decode_groups(self, window: int | None) -> list[_DecodeGroup]:
         """Rows of similar length together, longest first; a new group where padding or workspace passes its bound."""
@@ -164,7 +138,8 @@ class _SdpaStep:
         tables = self._block_tables[: len(members)] if queries is None else self._block_tables[queries]
         first_S = torch.tensor([first_blocks[row] for row in members])
         columns_SB = first_S.unsqueeze(1) + torch.arange(num_blocks)
-        rows, out = self._gathered(tables.gather(1, columns_SB.clamp_(max=tables.shape[1] - 1)))
+        blocks_SB = tables.gather(1, columns_SB.clamp_(max=tables.shape[1] - 1))
+        rows, out = gather_rows(self._kv, blocks_SB, self._workspace)
         kv_2HSLD = out.view(2, self._num_kv_heads, len(members), -1, self._kv.shape.head_dim)
         # From here on tokens are counted from the first gathered one of their row.
         offsets = [first_blocks[row] * self._block_size for row in members]
@@ -176,7 +151,7 @@ class _SdpaStep:
         if shared < num_tokens or any(begins):
             token_L = torch.arange(num_tokens)
             is_stale_SL = token_L >= torch.tensor(ends).unsqueeze(1)
-            mask_S1L = _additive(is_stale_SL | (token_L < torch.tensor(begins).unsqueeze(1)), self._dtype).unsqueeze(1)
+            mask_S1L = additive(is_stale_SL | (token_L < torch.tensor(begins).unsqueeze(1)), self._dtype).unsqueeze(1)
             if shared < num_tokens:
                 stale = (kv_2HSLD[:, :, :, shared:num_tokens], is_stale_SL[None, :, shared:, None])
         return _DecodeGroup(
@@ -185,37 +160,3 @@ class _SdpaStep:
             gather=_Gather(rows=rows, out=out, k=k_HSLD, v=v_HSLD, stale=stale),
             mask_S1L=mask_S1L,
         )
-
-    def _chunk_spans(self, window: int | None, num_heads: int) -> list[_ChunkSpan]:
-        batch = self._batch
-        spans = []
-        for row in range(batch.num_decode_rows, len(batch.context_lens)):
-            start, stop = batch.query_starts[row], batch.query_starts[row + 1]
-            end = batch.context_lens[row]
-            position = end - (stop - start)
-            first_block = 0 if window is None else max(0, position - window + 1) // self._block_size
-            offset = first_block * self._block_size
-            mask_QL = None
-            if position > 0 or (window is not None and window < end):
-                query_Q1 = torch.arange(position, end).unsqueeze(1)
-                key_L = torch.arange(offset, end)
-                is_masked_QL = key_L > query_Q1
-                if window is not None:
-                    is_masked_QL |= key_L <= query_Q1 - window
-                mask_QL = _additive(is_masked_QL, self._dtype)
-            rows, out = self._gathered(self._block_tables[row, first_block : -(-end // self._block_size)])
-            kv_2HLD = out.view(2, self._num_kv_heads, -1, self._kv.shape.head_dim)[:, :, : end - offset]
-            group = num_heads // self._num_kv_heads
-            k_HGLD, v_HGLD = kv_2HLD.unsqueeze(2).expand(-1, -1, group, -1, -1).unbind(0)
-            gather = _Gather(rows=rows, out=out, k=k_HGLD, v=v_HGLD)
-            spans.append(_ChunkSpan(start=start, stop=stop, gather=gather, mask_QL=mask_QL))
-        return spans
-
-    def _gathered(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of K's and V's heads for these blocks, [2 * H * blocks], and the workspace to put them in."""
-        rows = (self._head_starts + blocks.reshape(1, -1)).view(-1)
-        return rows, self._owner.workspace(len(rows), self._block_size * self._kv.shape.head_dim, self._dtype)
-
-
-def _additive(is_masked: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(is_masked.shape, dtype=dtype).masked_fill_(is_masked, -torch.inf)
