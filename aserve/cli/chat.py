@@ -263,7 +263,11 @@ class Terminal:
 
     def _speed(self, seconds: float) -> str:
         count = self._model.num_reply_tokens
-        return f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} a second" if count else f"{seconds:.1f} s"
+        return (
+            f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.0f} a second"
+            if count
+            else f"{seconds:.1f} s"
+        )
 
     def _prompt(self, text: str) -> str:
         # \001 and \002 tell readline which characters take no room.

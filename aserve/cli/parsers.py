@@ -44,7 +44,7 @@ def make_parser(name: str) -> Parser:
     usage, description = None, f"{COMMANDS[name][:1].upper()}{COMMANDS[name][1:]}."
     if name == "serve":
         usage = "python -m aserve [COMMAND] [MODEL] [OPTION ...]"
-        listed = "".join(f"  {command:<11}{text}\n" for command, text in COMMANDS.items())
+        listed = "".join(f"  {command:<12}{text}\n" for command, text in COMMANDS.items())
         description = f"Serve a language model from one event loop.\n\ncommands:\n{listed}"
     parser = Parser(
         prog=f"python -m aserve {name}",
@@ -56,4 +56,6 @@ def make_parser(name: str) -> Parser:
     if name == "serve":
         parser.add_argument("--version", "-V", action="version", version=f"aserve {__version__}")
     load_command(name).add_arguments(parser)
+    if usage is None and parser.get_default("assignments") is not None:  # two dozen flags are no usage line
+        parser.usage = f"python -m aserve {name} [MODEL] [OPTION ...]"
     return parser
