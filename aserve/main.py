@@ -163,9 +163,9 @@ async def _serve(
         if config.metrics.loop_lag_interval_ms:
             watch.start()
             stack.push_async_callback(watch.aclose)
-        gc_watch.install()
-        stack.callback(gc_watch.remove)
         freeze_heap()
+        gc_watch.install()  # behind the collection just done, which nobody waits for
+        stack.callback(gc_watch.remove)
         _announce(host, port, source.name, runner.info.device)
         return await _until_stopped(engine, server, signals, log, last_resort)
 

@@ -67,10 +67,12 @@ def default_num_threads(cores: int) -> int:
 
 
 def lower_priority(niceness: int = DEVICE_NICENESS) -> None:
-    """Nice the calling thread, and with it the threads that it starts. Where a thread has no priority, nothing."""
+    """Make the calling thread, and with it the threads that it starts, nicer than the process by ``niceness``. Where a
+    thread has no priority, nothing."""
     if sys.platform == "linux":
+        thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
 
 
 def supports_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

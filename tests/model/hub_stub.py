@@ -87,6 +87,8 @@ def serving_hub() -> Iterator[StubHub]:
         stub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield stub
-        server.shutdown()
-        thread.join()
+        try:
+            yield stub
+        finally:
+            server.shutdown()
+            thread.join()
