@@ -21,3 +21,6 @@ TRASH_BLOCK: Final = BlockId(0)
 """Where done rows and padding write their K/V."""
 
 NO_STEP: Final = StepNumber(0)
+
+NO_SEQUENCE: Final = SequenceId(0)
+"""The id that no sequence has."""

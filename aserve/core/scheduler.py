@@ -7,7 +7,6 @@ the oldest step in flight brought.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,48 +16,28 @@ from aserve.core import events
 from aserve.core.actions import Action, DeliverPromptLogprobs, DeliverTokens, Finish, Launch, StartPrefill
 from aserve.core.admission import Limits
 from aserve.core.blocks import BlockLedger
+from aserve.core.counters import Counters
 from aserve.core.done import DoneQueue
-from aserve.core.ids import NO_STEP, BlockId, SequenceId, Slot, StepNumber
+from aserve.core.ids import NO_SEQUENCE, NO_STEP, BlockId, SequenceId, Slot, StepNumber
 from aserve.core.inflight import Inflight, InflightStep
 from aserve.core.invariants import check, check_reads
 from aserve.core.options import SchedulerOptions
-from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult, Chunk, Join, Logprobs
+from aserve.core.plan import BatchPlan, BatchResult, Chunk, Join, Logprobs
 from aserve.core.policy import POLICIES
 from aserve.core.prefix import ROOT, DigestChain, PrefixEntry, PrefixTable
 from aserve.core.ready import ReadyQueue
 from aserve.core.request import FinishReason, SequenceSpec
 from aserve.core.sequence import Sequence
+from aserve.core.sharing import PrefixSharing, waits_for
 from aserve.core.slots import SlotBook
 from aserve.core.transitions import SequenceMove, SequenceState, Story
+from aserve.core.verdicts import judge
 from aserve.core.waiting import WaitingQueue
-
-SHARED_PREFIX_BLOCKS = 4
-"""A sequence waits for another that is just writing so many of its next blocks or more, and takes them as hits."""
 
 MAX_PREEMPTIONS = 3
 """After so many preemptions a sequence is admitted only where it can run to its end."""
 
 _EMPTY = np.empty(0, np.int32)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start. num_wasted_rows: rows that landed after their sequence had ended, or behind a stop string.
-
-    num_prefill_tokens: tokens that chunks computed. num_prompt_tokens: those of prompts that started, cached ones too.
-    num_prefix_queries, num_prefix_hits: tokens looked up in the prefix cache and found.
-    """
-
-    num_steps: int = 0
-    num_failed_steps: int = 0
-    num_preemptions: int = 0
-    num_wasted_rows: int = 0
-    num_rows: int = 0
-    num_prefill_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
 
 
 class Scheduler:
@@ -80,6 +59,7 @@ class Scheduler:
         # Where the host samples, the next row needs the token first: one row of a sequence in flight at a time.
         rows_ahead = 1 if options.sampler == "host" else options.max_inflight
         self.ready = ReadyQueue(self.slots, options, rows_ahead)
+        self.sharing = PrefixSharing(self.ledger, self.slots, options.block_size)
         self.inflight = Inflight(options.max_inflight)
         self.done = DoneQueue()
         self.sequences: dict[SequenceId, Sequence] = {}
@@ -125,8 +105,10 @@ class Scheduler:
 
     def num_uncached(self, spec: SequenceSpec) -> int:
         """Prompt tokens that the prefix cache does not hold just now. Changes nothing."""
-        sequence = self._new_sequence(spec)
-        return sequence.num_prompt - len(self._match(sequence)) * self.options.block_size
+        return self._num_uncached(self._new_sequence(spec))
+
+    def _num_uncached(self, sequence: Sequence) -> int:
+        return sequence.num_prompt - len(self.sharing.match(sequence)) * self.options.block_size
 
     # --- arrivals and ends from outside
 
@@ -145,7 +127,7 @@ class Scheduler:
         spec = event.spec
         assert spec.id not in self.sequences, f"sequence {spec.id} was submitted twice"
         sequence = self._new_sequence(spec)
-        sequence.num_uncached_at_door = sequence.num_prompt - len(self._match(sequence)) * self.options.block_size
+        sequence.num_uncached_at_door = self._num_uncached(sequence)
         self.sequences[spec.id] = sequence
         self.waiting.push(sequence)
 
@@ -374,11 +356,11 @@ class Scheduler:
         for sequence in list(itertools.islice(self.waiting, 4 * self.options.max_num_seqs)):
             if budget <= 0 or not self.slots.num_free:
                 break
-            if self._waits_for_leader(sequence):
+            if waits_for(self.sequences.get(sequence.spec.leader or NO_SEQUENCE), sequence, size):
                 continue
-            hits = self._match(sequence)
+            hits = self.sharing.match(sequence)
             left = len(sequence) - len(hits) * size
-            if self._is_being_written(sequence, len(hits), writers):
+            if self.sharing.is_being_written(sequence, len(hits), writers):
                 continue
             if self.ready.is_long(left) and num_long >= self.options.max_long_partial_prefills:
                 continue
@@ -412,51 +394,6 @@ class Scheduler:
             needed = self._num_blocks(sequence.max_length) - len(hits)
             needed += sum(self._num_blocks(other.max_length) - len(other.blocks) for other in self.ready)
         return needed + self._watermark <= available
-
-    def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """A group's siblings wait until the full blocks of their prompt are readable, or the leader is gone."""
-        leader = self.sequences.get(sequence.spec.leader) if sequence.spec.leader is not None else None
-        if leader is None or leader.is_over or leader.output:
-            return False
-        return leader.num_published < (sequence.num_prompt - 1) // self.options.block_size
-
-    def _is_being_written(self, sequence: Sequence, num_hits: int, writers: list[Sequence]) -> bool:
-        """Whether somebody is about to publish the next blocks of just this content."""
-        end = (num_hits + SHARED_PREFIX_BLOCKS) * self.options.block_size
-        if end >= len(sequence) or not sequence.shares_prefix or not self._may_hit(sequence):
-            return False
-        return any(
-            other.shares_prefix
-            and other.salt == sequence.salt
-            and other.goal >= end
-            and other.num_published <= num_hits
-            and other.prefix_tip is not None
-            and np.array_equal(other.tokens(0, end), sequence.tokens(0, end))
-            for other in writers
-        )
-
-    def _may_hit(self, sequence: Sequence) -> bool:
-        """Not while it still owes logprobs of its prompt: those need every position computed."""
-        params = sequence.spec.params
-        return sequence.shares_prefix and (
-            params.prompt_logprobs is None or sequence.num_prompt_logprobs >= sequence.num_prompt - 1
-        )
-
-    def _match(self, sequence: Sequence) -> list[PrefixEntry]:
-        """The longest cached prefix in whole blocks, without the last token: that one is computed for its logits."""
-        hits: list[PrefixEntry] = []
-        if not self._may_hit(sequence):
-            return hits
-        size, parent = self.options.block_size, ROOT
-        for index in range((len(sequence) - 1) // size):
-            content = sequence.tokens(index * size, (index + 1) * size).tobytes()
-            digest = sequence.chain.digest(index, content)
-            entry = self.prefix.find(digest, parent, content, sequence.salt)
-            if entry is None:
-                break
-            hits.append(entry)
-            parent = entry.prefix_id
-        return hits
 
     def _start(self, sequence: Sequence, hits: list[PrefixEntry], now: float, actions: list[Action]) -> None:
         self.waiting.depart(sequence, now)
@@ -494,7 +431,7 @@ class Scheduler:
         for sequence, chunk in zip(step.chunks, step.plan.chunks, strict=True):
             if not sequence.is_over:
                 self.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
-                self._publish(sequence)
+                self.sharing.publish(sequence)
         finishes = self._accept_tokens(step, result, actions)
         for finish in finishes:
             self._finish(self.sequences[finish.sequence], finish.reason, actions, finish.stop_token, finish.detail)
@@ -507,33 +444,21 @@ class Scheduler:
         book.num_unlanded[slots[alive]] -= 1
         decode = alive[: len(step.plan.rows)]
         book.num_computed[step.plan.rows[decode, 0]] = step.plan.rows[decode, 1] + 1
-        length = book.length[slots]
-        is_stop = (book.stop_ids[slots] == tokens[:, None]).any(axis=1) & (length >= book.min_length[slots])
-        is_end = length + 1 >= book.max_length[slots]
-        is_bad = ((result.flags & FLAG_INVALID) != 0) | (tokens < 0) | (tokens >= self.vocab_size)
-        disagrees = ((result.flags & FLAG_DONE) != 0) != (is_stop | is_end)
+        verdicts = judge(book, slots, result, self.vocab_size)
         self.counters.num_wasted_rows += len(slots) - int(alive.sum())
 
         finishes: list[Finish] = []
         entries: list[tuple[SequenceId, int, int]] = []
         # Lists, since a numpy scalar costs more to look at than all else that most rows need.
-        is_last = (is_stop | is_end | is_bad | disagrees).tolist()
+        is_last = verdicts.is_last.tolist()
         values = tokens.tolist()
         for row in np.flatnonzero(alive).tolist():
             sequence, token = step.rows[row], values[row]
             if is_last[row]:
-                if is_bad[row]:
-                    finishes.append(Finish(sequence.id, FinishReason.ERROR, detail="The model gave no valid token."))
+                finish = verdicts.finish(row, sequence, token)
+                finishes.append(finish)
+                if finish.reason is FinishReason.ERROR or not sequence.spec.params.max_tokens:
                     continue
-                if disagrees[row]:
-                    detail = f"Device and host disagree on whether token {len(sequence.output)} is the last one."
-                    finishes.append(Finish(sequence.id, FinishReason.ERROR, detail=detail))
-                    continue
-                if not sequence.spec.params.max_tokens:
-                    finishes.append(Finish(sequence.id, FinishReason.LENGTH))
-                    continue
-                reason, stop_token = (FinishReason.STOP, token) if is_stop[row] else (FinishReason.LENGTH, None)
-                finishes.append(Finish(sequence.id, reason, stop_token))
             sequence.output.append(token)
             entries.append((sequence.id, token, row))
         accepted = np.array([row for _, _, row in entries], np.intp)
@@ -543,28 +468,11 @@ class Scheduler:
         for slot in full.tolist():
             owner = book.owner[slot]
             assert owner is not None
-            self._publish(owner)
+            self.sharing.publish(owner)
         if entries:
             self.counters.num_generated_tokens += len(entries)
             actions.append(DeliverTokens(result.step, entries, result.logprobs))
         return finishes
-
-    def _publish(self, sequence: Sequence) -> None:
-        """writing -> readonly for each block that landed steps have filled, hashed if its content is new."""
-        size = self.options.block_size
-        num_full = int(self.slots.num_computed[sequence.slot]) // size
-        for index in range(sequence.num_published, num_full):
-            block = sequence.blocks[index]
-            self.ledger.publish(block)
-            sequence.num_published += 1
-            if not sequence.shares_prefix or sequence.prefix_tip is None:
-                continue
-            content = sequence.tokens(index * size, (index + 1) * size).tobytes()
-            digest = sequence.chain.digest(index, content)
-            entry = self.prefix.find(digest, sequence.prefix_tip, content, sequence.salt)
-            if entry is None:
-                entry = self.prefix.insert(digest, sequence.prefix_tip, content, sequence.salt, block)
-            sequence.prefix_tip = entry.prefix_id if entry is not None else None
 
     def _deliver_prompt_logprobs(
         self, sequence: Sequence, chunk: Chunk, logprobs: Logprobs, actions: list[Action]

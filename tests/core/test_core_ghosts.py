@@ -31,7 +31,7 @@ class HashesAtLaunch(Scheduler):
     def _take_chunk(self, sequence, *args):
         chunk = super()._take_chunk(sequence, *args)
         self.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
-        self._publish(sequence)
+        self.sharing.publish(sequence)
         return chunk
 
 
