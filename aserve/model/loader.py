@@ -15,6 +15,7 @@ from aserve.model.attention.tiled import TiledAttention
 from aserve.model.batch import LanguageModel
 from aserve.model.config import ModelConfig
 from aserve.model.decoder import Decoder, ReadTensor, tensor_shapes
+from aserve.model.linear import make_int8_linear, make_linear
 from aserve.model.reference import ReferenceModel
 
 _NAMES_LISTED_MAX = 4
@@ -28,16 +29,21 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: Literal["auto", "dummy"] = "auto",
     reference: bool = False,
+    quantization: Literal["none", "int8"] = "none",
 ) -> LanguageModel:
     """Blocks for as long as the weights take to read.
 
     load_format: dummy makes random weights of the config's shape and reads no others.
     reference: float32 whatever ``dtype``, and logits that do not depend on the batch to the bit.
+    quantization: int8 rounds the weights of a native bfloat16 decoder; see ``Int8Linear``.
     Raises ModelError, one sentence, for whatever keeps this folder from being served.
     """
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
     dtype = torch.float32 if reference else dtype
+    if quantization != "none" and (reference or config.decoder is None):
+        what = "reference mode" if reference else f"{config.model_type} models, which run transformers' own code"
+        raise ModelError(f"model.quantization is not available for {what}.")
     model: LanguageModel
     if config.decoder is None:
         from aserve.model.fallback import load_fallback  # loads transformers' modelling code, seconds that others save
@@ -53,7 +59,8 @@ def load_model(
         if reference:
             model = Decoder(config, read, dtype=dtype, attention=TiledAttention())
         else:
-            model = Decoder(config, read, dtype=dtype, attention=BagAttention(), layout="rows")
+            make = make_int8_linear if quantization == "int8" else make_linear
+            model = Decoder(config, read, dtype=dtype, attention=BagAttention(), layout="rows", linear=make)
     return ReferenceModel(model) if reference else model
 
 

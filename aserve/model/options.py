@@ -19,6 +19,10 @@ class ModelOptions:
     dtype: Literal["auto", "bfloat16", "float32"] = _option(
         "auto", "Precision of weights and cache; auto takes bfloat16 where the device computes it natively."
     )
+    quantization: Literal["none", "int8"] = _option(
+        "none",
+        "int8 rounds weights to 8 bits on a CPU with native bfloat16: faster at few rows, half as much memory again.",
+    )
     device: Literal["auto", "cpu"] = _option("auto", "Where the model runs.")
     threads: int = _option(
         0,

@@ -427,6 +427,7 @@ def _load(
         device="cpu",
         load_format="dummy" if options.load_format == "dummy" else "auto",
         reference=options.reference,
+        quantization=options.quantization,
     )
     config, kv_shape = model.config, model.kv_shape
     trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
@@ -444,7 +445,7 @@ def _load(
         kv_cache_bytes=int(options.kv_cache_gib * memory.GIB),
     )
     kv = KVTensors.allocate(kv_shape, num_blocks=size.num_blocks, block_size=scheduler.block_size)
-    precision = str(dtype).removeprefix("torch.")
+    precision = str(dtype).removeprefix("torch.") + (", int8 weights" if options.quantization == "int8" else "")
     about = f"cpu, {precision}, {num_threads} thread{'s' if num_threads > 1 else ''}"
     info = RunnerInfo(
         model_name=next(iter(options.served_model_name), options.model or folder.name),
