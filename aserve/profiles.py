@@ -34,8 +34,10 @@ PROFILES: Final[Mapping[str, Profile]] = MappingProxyType(
         "throughput": _profile(
             "the most tokens a second from many requests at once, such as a batch job; each one waits longer",
             {
-                "scheduler.max_num_seqs": Choice(256, "Each reading of the weights serves more rows."),
-                "scheduler.max_num_batched_tokens": Choice(2048, "Large chunks of prompts use the matrix units best."),
+                "scheduler.max_num_seqs": Choice(128, "Each reading of the weights serves more rows."),
+                "scheduler.max_num_batched_tokens": Choice(
+                    1024, "Beside so many rows there has to be room for prompts, in chunks that fill the matrix units."
+                ),
                 "scheduler.long_prefill_threshold": Choice(
                     8192, "Nobody waits for a first token, so long prompts need not stand back."
                 ),
