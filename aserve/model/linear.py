@@ -75,11 +75,13 @@ class Int8Linear:
 
     More rows take a bfloat16 product with the same rounded weights, so that nothing but rounding depends on the batch.
 
-    A matrix of 3,072 x 576, cold, one thread: 0.24 ms at 1 to 4 rows against bfloat16's 0.41 and 0.33 to 0.40 of
-    ``torch._weight_int8pack_mm``, whose time grows from there (1.1 at 16, 1.9 at 32).
+    The product alone of 3,072 x 576, cold, one thread: 0.23 ms at 1 to 16 rows against bfloat16's 0.40, and 0.32 to
+    0.70 at 1 to 8 of ``torch._weight_int8pack_mm``, whose time grows with the rows (1.9 ms at 32).
     """
 
-    ROWS_MAX = 16
+    ROWS_MAX = 8
+    ELEMENTS_MIN = 1 << 20
+    """The call and the dozen small operators around it cost 100 µs: what reading 0.9 MB less saves."""
 
     _PARTS_MAX = (126.0, 127.0)
     """The first part's bound leaves room for rounding; the second is of what the first leaves, below one."""
@@ -142,7 +144,9 @@ def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
 
 
 def make_int8_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> Linear:
-    """Raises ModelError where there are no kernels for it."""
+    """Small matrices stay as they are. Raises ModelError where there are no kernels for it."""
     if not Int8Linear.is_supported(weight_NK.dtype, weight_NK.device):
         raise ModelError("model.quantization int8 needs bfloat16 weights and a CPU that multiplies bfloat16 natively.")
-    return Int8Linear(weight_NK, bias_N)
+    return (
+        make_linear(weight_NK, bias_N) if weight_NK.numel() < Int8Linear.ELEMENTS_MIN else Int8Linear(weight_NK, bias_N)
+    )

@@ -21,7 +21,7 @@ class ModelOptions:
     )
     quantization: Literal["none", "int8"] = _option(
         "none",
-        "int8 rounds weights to 8 bits on a CPU with native bfloat16: faster at few rows, half as much memory again.",
+        "int8 rounds large matrices on a CPU with native bfloat16: less to read at few rows, more memory.",
     )
     device: Literal["auto", "cpu"] = _option("auto", "Where the model runs.")
     threads: int = _option(
