@@ -32,6 +32,7 @@ from aserve.text.chat_template import ChatTemplate, PromptRenderer
 from aserve.text.tokenizer import HFTokenizer
 
 DEVICE_LOST_EXIT: Final = 1
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 WAY_DOWN_S: Final = 4.0
 """How long the way down may take, the drain left out: what a device that hangs would hold up for ever."""
 FORCED_WAY_DOWN_S: Final = 1.0
@@ -62,7 +63,10 @@ def serve(config: Config) -> int:
         runner, defaults = load_model(config, source)
         log.adopt_libraries()  # what the model has loaded
         _log_model(log, config, source, runner.info)
-        return uvloop.run(_serve(config, source, tokenizer, renderer, runner, defaults, log, last_resort))
+        status = uvloop.run(_serve(config, source, tokenizer, renderer, runner, defaults, log, last_resort))
+        for number in STOP_SIGNALS:  # or a late second one, with the loop's handlers gone, would change the status
+            signal.signal(number, signal.SIG_IGN)
+        return status
     finally:
         last_resort.disarm()
         log.close()
@@ -184,7 +188,7 @@ class _Signals:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
