@@ -1,6 +1,5 @@
 """Fixed-weight products in every layout, and what rounding weights to 8 bits costs."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -106,14 +105,13 @@ def test_weights_count_their_bytes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_BFLOAT16, reason="int8 weights need a CPU with native bfloat16")
-@pytest.mark.skipif("ASERVE_TEST_MODEL" not in os.environ, reason="names the folder of a real model")
-def test_int8_keeps_a_real_models_likelihood() -> None:
+def test_int8_keeps_a_real_models_likelihood(default_model_folder: Path) -> None:
     """The mean negative log-likelihood of a text, token by token, is float32's within 1 %."""
     from tokenizers import Tokenizer
 
-    folder = Path(os.environ["ASERVE_TEST_MODEL"])
+    folder = default_model_folder
     text = (Path(__file__).parents[2] / "README.md").read_text()
-    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:400]
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:260]
 
     def likelihood(dtype: torch.dtype, **options: str) -> float:
         driver = PagedDriver(load_model(folder, dtype=dtype, **options))  # type: ignore[arg-type]
