@@ -8,6 +8,7 @@ from typing import Final, NoReturn
 from aserve import __version__
 from aserve.cli.arguments import split_options
 from aserve.cli.parsers import COMMANDS, Parser, load_command, make_parser
+from aserve.config import Assignment
 from aserve.errors import ConfigError, ModelError
 
 EXIT_USAGE: Final = 2
@@ -39,7 +40,8 @@ def _run(arguments: list[str]) -> int:
             f"There is no command {command!r}"
             + (f"; the nearest is {near[0]!r}." if near else f": it is one of {', '.join(COMMANDS)}.")
         )
-    parser, assignments = make_parser(command), []
+    parser = make_parser(command)
+    assignments: list[Assignment] = []
     if parser.get_default("assignments") is not None:  # it takes the configuration's options
         arguments, assignments = split_options(arguments)
     args, unknown = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""Every exception of aserve, by whose fault it is. What a client or a config did wrong carries a status and a plain sentence."""
+"""Every exception of aserve, by whose fault it is. A mistake from outside carries a status and a plain sentence."""
 
 
 class AserveError(Exception):
