@@ -22,7 +22,7 @@ from aserve.engine.options import EngineOptions
 from aserve.engine.permits import Permits
 from aserve.engine.ports import NullObserver, Observer, Runner, RunnerInfo, Tokenizer
 from aserve.engine.stream import TokenStream
-from aserve.errors import DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
+from aserve.errors import ConfigError, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
 from aserve.faults import hit
 from aserve.obs.log import Logger
 from aserve.text.stops import StopMatcher
@@ -108,11 +108,16 @@ class Engine:
         clock: Callable[[], float] | None = None,
     ) -> None:
         info = runner.info
+        scheduler_options = scheduler_options or SchedulerOptions(block_size=info.block_size)
+        if scheduler_options.block_size != info.block_size:
+            raise ConfigError(
+                f"scheduler.block_size is {scheduler_options.block_size}, the runner's blocks have {info.block_size}."
+            )
         self.options = engine_options or EngineOptions()
         self.info: RunnerInfo = info
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            scheduler_options or SchedulerOptions(),
+            scheduler_options,
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,

@@ -80,6 +80,7 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         b"The quick brown fox jumps over the lazy dog. ",
         max_num_seqs=arguments.max_num_seqs,
         num_blocks=1 << 16,
+        block_size=32,
         max_model_len=8192,
         step_time_s=step_time_s,
         log_steps=1,

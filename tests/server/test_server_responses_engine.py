@@ -30,7 +30,7 @@ class Whole:
 
 @asynccontextmanager
 async def whole(runner: ScriptedRunner, **engine_options: Any) -> AsyncIterator[Whole]:
-    engine = Engine(runner, ByteTokenizer(), SchedulerOptions(), EngineOptions(**engine_options))
+    engine = Engine(runner, ByteTokenizer(), SchedulerOptions(block_size=runner.info.block_size), EngineOptions(**engine_options))
     server = Server(
         engine=engine,
         renderer=FakeRenderer(),
