@@ -10,7 +10,6 @@ import aiohttp
 from response_builders import RESPONSES, Socket, body, create, text_of, types
 from server_builders import FakeRenderer, RecordingLog, eventually
 
-from aserve.core.options import SchedulerOptions
 from aserve.engine.engine import Engine
 from aserve.engine.options import EngineOptions
 from aserve.obs.metrics import Metrics
@@ -30,7 +29,7 @@ class Whole:
 
 @asynccontextmanager
 async def whole(runner: ScriptedRunner, **engine_options: Any) -> AsyncIterator[Whole]:
-    engine = Engine(runner, ByteTokenizer(), SchedulerOptions(block_size=runner.info.block_size), EngineOptions(**engine_options))
+    engine = Engine(runner, ByteTokenizer(), None, EngineOptions(**engine_options))
     server = Server(
         engine=engine,
         renderer=FakeRenderer(),
