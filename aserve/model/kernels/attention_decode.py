@@ -1,0 +1,156 @@
+"""Paged attention of rows with one query each: grouped-query heads, rows cut by tokens, parts merged in the same go.
+
+A program reads one item's K and V of one kv head for all the query heads that share it. The program of a row that
+finishes last merges the row's parts: a counter tells it, and no second launch is needed.
+
+Shape suffixes: T tokens of the step, A query heads, D head_dim, H kv heads, N blocks, P tokens of a block, S slots,
+B entries of a block table.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aserve.model.kernels.attention_inner import LOWEST, attend_range
+from aserve.model.kernels.attention_plan import NUM_FIELDS, AttentionPlan
+
+
+@triton.jit
+def _merge(
+    out_ptr, partial_ptr, lse_ptr, base, num_splits, kv_head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The weighted mean of a row's parts, each normalised in itself, with lse their log2 of the sum of weights."""
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (group < G)[:, None] & (dim < D)[None, :]
+    largest = tl.full([BLOCK_G], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in tl.range(0, num_splits, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        row = ((base + split) * H + kv_head) * G
+        there = (split < num_splits)[:, None] & (group < G)[None, :]
+        # Written by other multiprocessors: not to be looked for in this one's first-level cache.
+        lse = tl.load(lse_ptr + row[:, None] + group[None, :], mask=there, other=LOWEST, cache_modifier=".cg")
+        new = tl.maximum(largest, tl.max(lse, 0))
+        weight = tl.where(there, tl.exp2(lse - new[None, :]), 0.0)
+        part = tl.load(
+            partial_ptr + (row[:, None, None] + group[None, :, None]) * D + dim[None, None, :],
+            mask=there[:, :, None] & (dim < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        shrink = tl.exp2(largest - new)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        largest = new
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + group[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend_item(
+    item, kv_head, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block, tables_ptr, table_stride, out_ptr,
+    items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One item, one kv head. An item without tokens gives zeros."""
+    item_ptr = items_ptr + item * F
+    row = tl.load(item_ptr).to(tl.int64)
+    slot = tl.load(item_ptr + 1).to(tl.int64)
+    first = tl.load(item_ptr + 2)
+    end = tl.load(item_ptr + 3)
+    split = tl.load(item_ptr + 4)
+    num_splits = tl.load(item_ptr + 5)
+    sequence = tl.load(item_ptr + 6)
+
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (group < G)[:, None] & (dim < D)[None, :]
+    head_offsets = (kv_head * G + group)[:, None] * D + dim[None, :]
+    q = tl.load(q_ptr + row * q_stride + head_offsets, mask=inside, other=0.0)
+    k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_head
+    v_ptr = k_ptr + stride_kv
+    table_ptr = tables_ptr + slot * table_stride
+
+    largest = tl.full([BLOCK_G], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    position = tl.zeros([BLOCK_G], tl.int32) + (end - 1)
+    whole = first + (end - first) // BLOCK_L * BLOCK_L
+    acc, largest, total = attend_range(
+        acc, largest, total, q, position, first, whole, k_ptr, v_ptr, stride_block, table_ptr, scale_log2e,
+        D, P, SOFTCAP, 0, False, BLOCK_D, BLOCK_L, NUM_STAGES,
+    )  # fmt: skip
+    acc, largest, total = attend_range(
+        acc, largest, total, q, position, whole, end, k_ptr, v_ptr, stride_block, table_ptr, scale_log2e,
+        D, P, SOFTCAP, 0, True, BLOCK_D, BLOCK_L, 1,
+    )  # fmt: skip
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_row_ptr = out_ptr + row * (H * G * D)
+    if num_splits == 1:
+        tl.store(out_row_ptr + head_offsets, result.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        part = (item * H + kv_head) * G
+        tl.store(partial_ptr + (part + group)[:, None] * D + dim[None, :], result, mask=inside)
+        tl.store(lse_ptr + part + group, largest + tl.log2(total), mask=group < G)
+        tl.debug_barrier()  # all threads' parts are written before the counter says so
+        arrivals_ptr += sequence * H + kv_head
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.store(arrivals_ptr, 0)
+            _merge(
+                out_row_ptr + kv_head * G * D, partial_ptr, lse_ptr, item - split, num_splits, kv_head,
+                H, G, D, MERGE_G, BLOCK_D, BLOCK_SPLITS=8,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block, tables_ptr, table_stride, out_ptr,
+    items_ptr, counts_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(1)
+    if item < tl.load(counts_ptr):
+        _attend_item(
+            item, tl.program_id(0), q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block,
+            tables_ptr, table_stride, out_ptr, items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
+            H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES,
+        )  # fmt: skip
+
+
+def decode_attention(
+    q_TAD: Tensor,
+    kv_layer: Tensor,
+    block_tables_SB: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    out_TAD: Tensor,
+) -> None:
+    """Attention of every row that the plan counts as a row of one token. Only a row's own tokens enter its result.
+
+    q: heads contiguous, rows at any stride (q may lie in the QKV product). kv_layer: [2, H, N, P, D], the last two
+    contiguous; holds the step's K and V already. out: contiguous. softcap: 0 is off.
+    """
+    num_heads, head_dim = q_TAD.shape[1:]
+    _, num_kv_heads, _, block_size, _ = kv_layer.shape
+    stride_kv, stride_head, stride_block = kv_layer.stride()[:3]
+    group = num_heads // num_kv_heads
+    tiles = plan.decode_tiles
+    _decode_kernel[(num_kv_heads, len(plan.items_WF))](
+        q_TAD, q_TAD.stride(0), kv_layer, stride_kv, stride_head, stride_block,
+        block_tables_SB, block_tables_SB.stride(0), out_TAD,
+        plan.items_WF, plan.counts_2, plan.partial_WHGD, plan.lse_WHG, plan.arrivals_SH, scale * math.log2(math.e),
+        H=num_kv_heads, G=group, D=head_dim, P=block_size, F=NUM_FIELDS, SOFTCAP=softcap,
+        BLOCK_G=max(16, triton.next_power_of_2(group)), MERGE_G=triton.next_power_of_2(group),
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_L=tiles.tokens, NUM_STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+    )  # fmt: skip

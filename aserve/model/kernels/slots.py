@@ -1,0 +1,212 @@
+"""The slot table as the kernels read it: a record a slot in one cache line, and beside it what only some requests need.
+
+A join writes one record, so binding a slot is one small copy however many parameters a request has.
+
+Shape suffixes: S slots, W words of a record, B block-table entries, V vocabulary, A logit additions, M words of a mask.
+"""
+
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Final
+
+import numpy as np
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aserve.core.plan import Join
+from aserve.core.request import MAX_STOP_IDS
+
+NO_TOKEN: Final = -1
+
+RECORD: Final = np.dtype(
+    [
+        ("last_token", "<i4"),
+        ("position", "<i4"),  # of the next token to compute
+        ("done", "<i4"),  # nobody's or finished: computes into the trash block and changes nothing
+        ("needs", "<i4"),
+        ("min_length", "<i4"),
+        ("max_length", "<i4"),
+        ("seed", "<i8"),
+        ("temperature", "<f4"),
+        ("top_k", "<i4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("repetition", "<f4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+        ("epoch", "<i4"),
+        ("stop_ids", "<i4", MAX_STOP_IDS),
+    ]
+)
+NUM_WORDS: Final = RECORD.itemsize // 4
+
+
+def _word(name: str) -> tl.constexpr:
+    fields = RECORD.fields
+    assert fields is not None
+    return tl.constexpr(fields[name][1] // 4)
+
+
+WORDS = tl.constexpr(NUM_WORDS)
+STOP_IDS = tl.constexpr(MAX_STOP_IDS)
+LAST_TOKEN = _word("last_token")
+POSITION = _word("position")
+DONE = _word("done")
+NEEDS = _word("needs")
+MIN_LENGTH = _word("min_length")
+MAX_LENGTH = _word("max_length")
+SEED = _word("seed")
+TEMPERATURE = _word("temperature")
+TOP_K = _word("top_k")
+TOP_P = _word("top_p")
+MIN_P = _word("min_p")
+REPETITION = _word("repetition")
+PRESENCE = _word("presence")
+FREQUENCY = _word("frequency")
+FIRST_STOP_ID = _word("stop_ids")
+
+
+class SlotNeeds(IntFlag):
+    """What the sampler has to do to a row's logits before it chooses."""
+
+    PENALTY = 1
+    ADDITION = 2
+    ALLOWED = 4
+    MIN_LENGTH = 8
+
+
+NEEDS_PENALTY = tl.constexpr(int(SlotNeeds.PENALTY))
+NEEDS_ADDITION = tl.constexpr(int(SlotNeeds.ADDITION))
+NEEDS_ALLOWED = tl.constexpr(int(SlotNeeds.ALLOWED))
+NEEDS_MIN_LENGTH = tl.constexpr(int(SlotNeeds.MIN_LENGTH))
+
+ONE_OUTPUT: Final = 2
+"""``seen_SV`` holds 1 for a token that the prompt has, plus 2 for each time that the output does."""
+
+
+def slot_record(join: Join, vocab_size: int) -> NDArray[np.void]:
+    """The record of a slot that a sequence joins."""
+    params = join.params
+    needs = SlotNeeds(0)
+    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+        needs |= SlotNeeds.PENALTY
+    if params.logit_bias or params.bad_words:
+        needs |= SlotNeeds.ADDITION
+    if params.allowed_token_ids is not None:
+        needs |= SlotNeeds.ALLOWED
+    if join.min_length > join.num_prompt_tokens and join.stop_ids:
+        needs |= SlotNeeds.MIN_LENGTH
+    record = np.zeros((), RECORD)
+    record["position"] = join.position
+    record["needs"] = needs
+    record["min_length"] = join.min_length
+    record["max_length"] = min(join.max_length, 2**31 - 1)
+    record["seed"] = np.uint64(join.seed & 0xFFFF_FFFF_FFFF_FFFF).astype(np.int64)
+    record["temperature"] = params.temperature
+    record["top_k"] = params.top_k if 0 < params.top_k < vocab_size else 0
+    record["top_p"] = params.top_p
+    record["min_p"] = params.min_p
+    record["repetition"] = params.repetition_penalty
+    record["presence"] = params.presence_penalty
+    record["frequency"] = params.frequency_penalty
+    record["epoch"] = join.epoch
+    record["stop_ids"] = NO_TOKEN
+    record["stop_ids"][: len(join.stop_ids)] = join.stop_ids
+    return record
+
+
+def additions(join: Join, vocab_size: int) -> dict[int, float]:
+    """What is added to single logits: biases, -inf for bad words of one token. Longer ones are not for the device."""
+    found = {token: value for token, value in join.params.logit_bias if 0 <= token < vocab_size}
+    found |= {word[0]: -np.inf for word in join.params.bad_words if len(word) == 1 and 0 <= word[0] < vocab_size}
+    return found
+
+
+def allowed_mask(join: Join, vocab_size: int) -> NDArray[np.int32]:
+    """One bit a token, the lowest first; all set where the request does not say."""
+    allowed = join.params.allowed_token_ids
+    bits = np.full(-(-vocab_size // 32) * 32, allowed is None)
+    if allowed is not None:
+        bits[[token for token in allowed if 0 <= token < vocab_size]] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def seen_counts(join: Join, vocab_size: int) -> NDArray[np.int32]:
+    """A row of ``seen_SV`` rebuilt from the history, whose prompt ends at ``num_prompt_tokens``."""
+    prompt, output = join.history[: join.num_prompt_tokens], join.history[join.num_prompt_tokens :]
+    seen = np.bincount(output, minlength=vocab_size).astype(np.int32) * ONE_OUTPUT
+    seen[np.unique(prompt)] += 1
+    return seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotTensors:
+    """Device memory of S slots. The last one is nobody's and done for ever: padding names it.
+
+    records_SW: int32, RECORD. block_tables_SB, seen_SV: int32. addition_ids_SA: int32, NO_TOKEN where unused, ids of a
+    slot distinct; addition_values_SA: float32. allowed_SM: int32, one bit a token.
+    """
+
+    records_SW: Tensor
+    block_tables_SB: Tensor
+    seen_SV: Tensor
+    addition_ids_SA: Tensor
+    addition_values_SA: Tensor
+    allowed_SM: Tensor
+
+    @classmethod
+    def allocate(
+        cls, *, num_slots: int, max_num_blocks: int, vocab_size: int, max_additions: int, device: torch.device | str
+    ) -> "SlotTensors":
+        """For ``num_slots`` sequences, and the slot that padding names."""
+
+        def full(value: float, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((num_slots + 1, *size), value, dtype=dtype, device=device)
+
+        records_SW = full(0, NUM_WORDS)
+        records_SW[:, DONE.value] = 1
+        return cls(
+            records_SW=records_SW,
+            block_tables_SB=full(0, max_num_blocks),
+            seen_SV=full(0, vocab_size),
+            addition_ids_SA=full(NO_TOKEN, max_additions),
+            addition_values_SA=full(0.0, max_additions, dtype=torch.float32),
+            allowed_SM=full(-1, -(-vocab_size // 32)),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.seen_SV.shape[1]
+
+    def join(self, joins: tuple[Join, ...]) -> None:
+        """Bind slots: one copy for the records; more only for requests that ask for more. In the stream's order."""
+        records = np.stack([slot_record(join, self.vocab_size) for join in joins])
+        slots_J = self._put(np.array([join.slot for join in joins], np.int64))
+        self.block_tables_SB[slots_J] = 0
+        self.records_SW[slots_J] = self._put(records.view(np.int32).reshape(len(joins), NUM_WORDS))
+        for join, needs in zip(joins, records["needs"].tolist(), strict=True):
+            if needs & SlotNeeds.PENALTY:
+                self.seen_SV[join.slot] = self._put(seen_counts(join, self.vocab_size))
+            if needs & SlotNeeds.ALLOWED:
+                self.allowed_SM[join.slot] = self._put(allowed_mask(join, self.vocab_size))
+            if needs & SlotNeeds.ADDITION:
+                self._join_additions(join)
+
+    def _join_additions(self, join: Join) -> None:
+        width = self.addition_ids_SA.shape[1]
+        ids, values = np.full(width, NO_TOKEN, np.int32), np.zeros(width, np.float32)
+        for index, (token, value) in enumerate(additions(join, self.vocab_size).items()):
+            ids[index], values[index] = token, value
+        self.addition_ids_SA[join.slot] = self._put(ids)
+        self.addition_values_SA[join.slot] = self._put(values)
+
+    def leave(self, slots: NDArray[np.int32]) -> None:
+        """Make slots inert; their block tables point to the trash block again."""
+        slots_J = self._put(slots.astype(np.int64))
+        self.records_SW[:, DONE.value].index_fill_(0, slots_J, 1)
+        self.block_tables_SB.index_fill_(0, slots_J, 0)
+
+    def _put(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self.records_SW.device, non_blocking=True)

@@ -1,0 +1,472 @@
+"""What each kernel takes on this GPU, beside the time that its bytes or operations need, and whole plain decode steps.
+
+    python tests/gpu/bench_kernels.py [elementwise] [decode] [chunks] [sampler] [steps] [--tune]
+
+Each figure is the median replay of a CUDA graph that runs the kernel once a layer, over as many caches and weights, so
+that nothing is found in the L2 cache that a step would not find there. --tune tries all tile settings.
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from aserve.core.ids import Epoch, Slot
+from aserve.core.plan import Join
+from aserve.core.request import SamplingParams
+from aserve.model.kernels.activation import silu_mul
+from aserve.model.kernels.attention_chunks import chunk_attention, mixed_attention
+from aserve.model.kernels.attention_decode import decode_attention
+from aserve.model.kernels.attention_plan import AttentionPlan
+from aserve.model.kernels.attention_tiles import ChunkTiles, DecodeTiles
+from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
+from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
+from aserve.model.kernels.sampler import sample, top_logprobs
+from aserve.model.kernels.slot_update import FROM_SLOT, commit, lay_out
+from aserve.model.kernels.slots import SlotTensors
+
+BYTES_PER_S = 4.3e12
+FLOPS_PER_S = 780e12
+BLOCK_SIZE = 16
+NUM_MULTIPROCESSORS = 132
+DEVICE = "cuda"
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    name: str
+    hidden: int
+    intermediate: int
+    num_layers: int
+    head_dim: int
+    tied: bool
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    vocab: int = 49_152
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+SHAPES = (
+    Shape(name="8b", hidden=4096, intermediate=14336, num_layers=32, head_dim=128, tied=False),
+    Shape(name="1b", hidden=2048, intermediate=8192, num_layers=16, head_dim=64, tied=True),
+)
+
+PROBE_STEP_MS = {
+    ("8b", "1x640"): 4.35, ("8b", "16x640"): 4.8, ("8b", "64x640"): 5.9, ("8b", "256x640"): 11.9,
+    ("8b", "64x4096"): 12.2, ("1b", "1x640"): 0.98, ("1b", "16x640"): 1.1, ("1b", "64x640"): 1.4,
+    ("1b", "256x640"): 2.7,
+}  # fmt: skip
+
+
+def graph_ms(run: Callable[[], object], repeats: int = 15) -> float:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def randn(*size: int, std: float = 1.0) -> Tensor:
+    return torch.empty(size, dtype=BF16, device=DEVICE).normal_(0, std)
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def say(*parts: object) -> None:
+    print(*parts, flush=True)  # noqa: T201
+
+
+def report(what: str, us: float, *, num_bytes: float = 0, num_flops: float = 0, note: str = "") -> None:
+    floor_us = max(num_bytes / BYTES_PER_S, num_flops / FLOPS_PER_S) * 1e6
+    rate = f"{num_flops / us / 1e6:6.0f} TFLOP/s" if num_flops else f"{num_bytes / us / 1e3:6.0f} GB/s"
+    say(f"{what:34} {us:9.1f} us  {rate}  floor {floor_us:8.1f}  x{us / max(floor_us, 1e-9):.2f} {note}")
+
+
+def ragged_lengths() -> list[int]:
+    """64 rows, most of a few hundred tokens, one of 16,384."""
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(6.2, 0.9, 64), 16, 4096).astype(int)
+    lengths[20] = 16_384
+    return lengths.tolist()
+
+
+LENGTHS = {
+    "1x512": [512], "16x512": [512] * 16, "64x512": [512] * 64, "256x512": [512] * 256, "64x4096": [4096] * 64,
+    "ragged": ragged_lengths(), "1x16384": [16_384],
+}  # fmt: skip
+
+
+class Sequences:
+    """Rows over shuffled blocks with a cache of a few layers that is larger than L2."""
+
+    def __init__(self, shape: Shape, lengths: list[int], *, num_layers: int | None = None, spare: int = 0) -> None:
+        self.lengths = lengths
+        self.shape = shape
+        nums_blocks = [-(-(length + spare) // BLOCK_SIZE) for length in lengths]
+        num_blocks = sum(nums_blocks) + 1
+        order = (torch.randperm(num_blocks - 1) + 1).int()
+        self.tables_SB = torch.zeros(len(lengths) + 1, max(nums_blocks), dtype=torch.int32)
+        for row, (part, count) in enumerate(zip(order.split(nums_blocks), nums_blocks, strict=True)):
+            self.tables_SB[row, :count] = part
+        self.tables_SB = self.tables_SB.to(DEVICE)
+        size = (num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+        num_bytes = 2 * math.prod(size)
+        self.layers = [
+            randn(*size).permute(1, 2, 0, 3, 4)
+            for _ in range(num_layers or max(2, min(32, 200 * 2**20 // num_bytes + 1)))
+        ]
+        self.slots_S = int32(list(range(len(lengths))))
+        self.context_S = int32(lengths)
+
+    def plan(
+        self,
+        queries: list[int],
+        *,
+        num_programs: int | None = None,
+        decode_tiles: DecodeTiles | None = None,
+        chunk_tiles: ChunkTiles | None = None,
+    ) -> AttentionPlan:
+        shape = self.shape
+        plan = AttentionPlan.allocate(
+            num_sequences=len(self.lengths), num_chunk_tokens=sum(n for n in queries if n > 1),
+            num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+            num_multiprocessors=NUM_MULTIPROCESSORS, dtype=BF16, num_programs=num_programs,
+            decode_tiles=decode_tiles, chunk_tiles=chunk_tiles, device=DEVICE,
+        )  # fmt: skip
+        plan.fill(self.slots_S, int32([0, *itertools.accumulate(queries)]), self.context_S)
+        return plan
+
+
+def bench_elementwise(tune: bool) -> None:
+    for shape, num_tokens in itertools.product(SHAPES, (1, 64, 256, 4096)):
+        bench_elementwise_case(shape, num_tokens)
+
+
+def bench_elementwise_case(shape: Shape, num_tokens: int) -> None:
+    name = f"{shape.name} {num_tokens} "
+    count = max(2, min(32, 300 * 2**20 // (num_tokens * shape.hidden * 6) + 1))
+    hidden = [(randn(num_tokens, shape.hidden), randn(num_tokens, shape.hidden)) for _ in range(count)]
+    gain, out = randn(shape.hidden), randn(num_tokens, shape.hidden)
+    us = 1e3 / count * graph_ms(lambda: [add_rms_norm(x, d, gain, 1e-5, out_TC=out) for x, d in hidden])
+    report(name + "add_rms_norm", us, num_bytes=num_tokens * shape.hidden * 8)
+    gate_up = [randn(num_tokens, 2 * shape.intermediate) for _ in range(count)]
+    out_TI = randn(num_tokens, shape.intermediate)
+    us = 1e3 / count * graph_ms(lambda: [silu_mul(x, out_TI=out_TI) for x in gate_up])
+    report(name + "silu_mul", us, num_bytes=num_tokens * shape.intermediate * 6)
+    qkv = [randn(num_tokens, shape.qkv_width) for _ in range(count)]
+    cache = randn(2, shape.num_kv_heads, 512, BLOCK_SIZE, shape.head_dim)
+    table = rope_table(torch.rand(shape.head_dim // 2, device=DEVICE), 8192)
+    positions, slots = int32(list(range(num_tokens))), int32(torch.randperm(8192)[:num_tokens].tolist())
+    heads = [randn(shape.vocab, shape.hidden) for _ in range(2)]
+    logits = torch.empty(num_tokens, shape.vocab, device=DEVICE)
+    if num_tokens <= 256:
+        us = 500 * graph_ms(lambda: [torch.mm(out, w.t(), out_dtype=torch.float32, out=logits) for w in heads])
+        report(name + "head to float32", us, num_bytes=heads[0].numel() * 2 + logits.numel() * 4)
+        us = 500 * graph_ms(lambda: [torch.mm(out, w.t()) for w in heads])
+        report(name + "head to bfloat16", us, num_bytes=heads[0].numel() * 2 + logits.numel() * 2)
+    us = 1e3 / count * graph_ms(lambda: [rotate_and_cache(x, positions, slots, table, cache) for x in qkv])
+    report(name + "rotate_and_cache", us, num_bytes=num_tokens * shape.qkv_width * 4)
+
+
+def decode_settings(tune: bool) -> Iterator[tuple[DecodeTiles | None, int | None]]:
+    if not tune:
+        yield None, None
+        return
+    for (tokens, stages, warps), target in itertools.product(
+        ((64, 2, 4), (32, 4, 2), (128, 2, 4), (64, 2, 2), (128, 2, 2), (128, 3, 4), (64, 3, 2)), (264, 528, 1056)
+    ):
+        yield DecodeTiles(tokens=tokens, num_stages=stages, num_warps=warps), target
+
+
+def bench_decode(tune: bool) -> None:
+    for shape, (name, lengths) in itertools.product(SHAPES, LENGTHS.items()):
+        bench_decode_case(shape, name, lengths, tune)
+        torch.cuda.empty_cache()
+
+
+def bench_decode_case(shape: Shape, name: str, lengths: list[int], tune: bool) -> None:
+    rows = Sequences(shape, lengths)
+    q = randn(len(lengths), shape.num_heads, shape.head_dim)
+    out = torch.empty_like(q)
+    found = []
+    for tiles, target in decode_settings(tune):
+        plan = rows.plan([1] * len(lengths), num_programs=target, decode_tiles=tiles)
+
+        def run(plan: AttentionPlan = plan) -> None:
+            for layer in rows.layers:
+                decode_attention(q, layer, rows.tables_SB, plan, scale=0.1, out_TAD=out)
+
+        found.append((graph_ms(run) * 1e3 / len(rows.layers), target, tiles))
+    found.sort(key=lambda entry: entry[0])
+    num_bytes = sum(lengths) * shape.num_kv_heads * shape.head_dim * 4
+    best = [f"{us:.1f} {target} {t and (t.tokens, t.num_stages, t.num_warps)}" for us, target, t in found[:5]]
+    report(f"{shape.name} {name} decode", found[0][0], num_bytes=num_bytes, note=" | ".join(best) if tune else "")
+    if tune:
+        by_setting = {(target, t and (t.tokens, t.num_stages, t.num_warps)): us for us, target, t in found}
+        say("   ", {str(k): round(v, 1) for k, v in sorted(by_setting.items(), key=str)})
+
+
+CHUNKS = {
+    "4096": ([4096], [4096]), "512": ([512], [512]), "8x512": ([512] * 8, [512] * 8),
+    "512 at 4096": ([512], [4608]), "512 at 32k": ([512], [33_280]), "32k": ([32_768], [32_768]),
+    "512 + 64 rows": ([1] * 64 + [512], [640] * 64 + [512]),
+    "512 at 4096 + 64 rows": ([1] * 64 + [512], [640] * 64 + [4608]),
+}  # fmt: skip
+
+
+def chunk_settings(tune: bool, head_dim: int) -> Iterator[ChunkTiles | None]:
+    yield None
+    if not tune:
+        return
+    for tokens, stages, warps, rows in (
+        (64, 2, 8, 128), (64, 3, 8, 128), (128, 2, 8, 128), (128, 3, 8, 128), (64, 3, 4, 128),
+        (64, 2, 8, 256), (64, 3, 8, 256), (32, 3, 8, 256), (64, 2, 4, 64), (64, 3, 4, 64), (128, 2, 4, 64),
+    ):  # fmt: skip
+        if (stages - 1) * tokens * head_dim * 4 <= 160 * 1024:
+            yield ChunkTiles(rows=rows, tokens=tokens, num_stages=stages, num_warps=warps)
+
+
+def bench_chunks(tune: bool) -> None:
+    for shape, (name, (queries, lengths)) in itertools.product(SHAPES, CHUNKS.items()):
+        bench_chunks_case(shape, name, queries, lengths, tune)
+        torch.cuda.empty_cache()
+
+
+def bench_chunks_case(shape: Shape, name: str, queries: list[int], lengths: list[int], tune: bool) -> None:
+    rows = Sequences(shape, lengths, num_layers=2)
+    q = randn(sum(queries), shape.num_heads, shape.head_dim)
+    out = torch.empty_like(q)
+    found = []
+    for tiles in chunk_settings(tune, shape.head_dim):
+        plan = rows.plan(queries, chunk_tiles=tiles)
+
+        def run(plan: AttentionPlan = plan) -> None:
+            for layer in rows.layers:
+                chunk_attention(q, layer, rows.tables_SB, plan, scale=0.1, out_TAD=out)
+
+        try:
+            us = graph_ms(run, 8) * 1e3 / len(rows.layers)
+            found.append((us, tiles and (tiles.tokens, tiles.num_stages, tiles.num_warps, tiles.rows)))
+        except triton.runtime.errors.OutOfResources as error:
+            say("   ", tiles, error)
+    found.sort(key=lambda entry: entry[0])
+    pairs = sum(n * (m - n) + n * (n + 1) / 2 for n, m in zip(queries, lengths, strict=True) if n > 1)
+    num_flops = 4 * pairs * shape.num_heads * shape.head_dim
+    note = " | ".join(f"{us:.1f} {setting}" for us, setting in found) if tune else ""
+    report(f"{shape.name} {name} chunks", found[0][0], num_flops=num_flops, note=note)
+    if 1 in queries:
+        plan, side = rows.plan(queries), torch.cuda.Stream()
+        for way, stream in (("in a row", None), ("side by side", side)):
+
+            def run_both(stream: torch.cuda.Stream | None = stream) -> None:
+                for layer in rows.layers:
+                    mixed_attention(q, layer, rows.tables_SB, plan, scale=0.1, side=stream, out_TAD=out)
+
+            report(f"   with decode rows, {way}", graph_ms(run_both, 8) * 1e3 / len(rows.layers), num_flops=num_flops)
+    if name in ("4096", "512"):
+        bench_torch_attention(shape, queries[0], num_flops)
+
+
+def bench_torch_attention(shape: Shape, num_tokens: int, num_flops: float) -> None:
+    """What torch's kernels take for the same prompt in contiguous memory."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = randn(1, shape.num_heads, num_tokens, shape.head_dim)
+    k, v = (randn(1, shape.num_kv_heads, num_tokens, shape.head_dim) for _ in range(2))
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                us = 1e3 * graph_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 8)
+            report(f"   torch {backend.name.lower()}", us, num_flops=num_flops)
+        except RuntimeError as error:
+            say("   torch", backend.name, str(error)[:80])
+
+
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.95),
+    "top-k, top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95),
+    "penalties": SamplingParams(temperature=0, frequency_penalty=0.3),
+}
+
+
+def make_join(slot: int, params: SamplingParams, position: int = 0) -> Join:
+    return Join(
+        slot=Slot(slot), epoch=Epoch(1), position=position, params=params, seed=slot * 7919, stop_ids=(1, 2),
+        min_length=0, max_length=1 << 30, num_prompt_tokens=0, history=np.empty(0, np.int32),
+    )  # fmt: skip
+
+
+def make_table(num_rows: int, vocab: int, params: SamplingParams, position: int = 0) -> SlotTensors:
+    table = SlotTensors.allocate(
+        num_slots=num_rows, max_num_blocks=300, vocab_size=vocab, max_additions=64, device=DEVICE
+    )
+    table.join(tuple(make_join(slot, params, position) for slot in range(num_rows)))
+    return table
+
+
+def bench_sampler(tune: bool) -> None:
+    for vocab, num_rows in ((49_152, 1), (49_152, 64), (49_152, 256), (152_064, 64)):
+        bench_sampler_case(vocab, num_rows)
+
+
+def bench_sampler_case(vocab: int, num_rows: int) -> None:
+    logits = [torch.randn(num_rows, vocab, device=DEVICE) * 2 for _ in range(4)]
+    work = torch.empty_like(logits[0])
+    slots, lengths = int32(list(range(num_rows))), int32([600] * num_rows)
+    tokens, flags = int32([0] * num_rows), int32([0] * num_rows)
+    for name, params in SAMPLING.items():
+        table = make_table(num_rows, vocab, params)
+
+        def run(table: SlotTensors = table) -> None:
+            for x in logits:
+                sample(x, work, slots, lengths, table, tokens_R=tokens, flags_R=flags)
+
+        us = 250 * graph_ms(run)
+        report(f"{num_rows} x {vocab} {name}", us, num_bytes=num_rows * vocab * 4)
+    out = {
+        "token_logprobs_R": torch.empty(num_rows, device=DEVICE),
+        "ranks_R": torch.empty(num_rows, dtype=torch.int32, device=DEVICE),
+        "top_ids_RK": torch.empty(num_rows, 20, dtype=torch.int32, device=DEVICE),
+        "top_logprobs_RK": torch.empty(num_rows, 20, device=DEVICE),
+    }
+    us = 250 * graph_ms(lambda: [top_logprobs(x, tokens, **out) for x in logits])
+    report(f"{num_rows} x {vocab} logprobs", us, num_bytes=num_rows * vocab * 4)
+
+
+class PlainStep:
+    """A decode step as the server captures it: cuBLAS and these kernels, from the slot table to the result words."""
+
+    def __init__(self, shape: Shape, lengths: list[int], weights: dict[str, list[Tensor]]) -> None:
+        num_rows = len(lengths)
+        self.shape, self.weights = shape, weights
+        self.rows = rows = Sequences(shape, lengths, num_layers=shape.num_layers, spare=64)
+        self.table = make_table(num_rows, shape.vocab, SamplingParams(temperature=0))
+        self.table.records_SW[:num_rows, 1] = rows.context_S - 1
+        self.tables = SlotTensors(
+            records_SW=self.table.records_SW, block_tables_SB=rows.tables_SB, seen_SV=self.table.seen_SV,
+            addition_ids_SA=self.table.addition_ids_SA, addition_values_SA=self.table.addition_values_SA,
+            allowed_SM=self.table.allowed_SM,
+        )  # fmt: skip
+        self.records = self.table.records_SW.clone()
+        self.starts, self.tokens_in = int32(list(range(num_rows + 1))), int32([FROM_SLOT] * num_rows)
+        self.samples = int32([1] * num_rows)
+        names = ("token_ids", "positions", "mapping", "context", "last_rows", "tokens", "flags")
+        self.ints = {name: int32([0] * num_rows) for name in names}
+        self.x, self.y, self.d = (randn(num_rows, shape.hidden) for _ in range(3))
+        self.qkv, self.gate_up = randn(num_rows, shape.qkv_width), randn(num_rows, 2 * shape.intermediate)
+        self.out, self.act = randn(num_rows, shape.num_heads, shape.head_dim), randn(num_rows, shape.intermediate)
+        self.logits, self.work = (torch.empty(num_rows, shape.vocab, device=DEVICE) for _ in range(2))
+        self.ring = torch.zeros(16, num_rows, dtype=torch.int64).pin_memory()
+        self.step = torch.ones(1, dtype=torch.int64, device=DEVICE)
+        self.rope = rope_table(torch.rand(shape.head_dim // 2, device=DEVICE), 32_768)
+        self.plan = rows.plan([1] * num_rows)
+
+    def run(self) -> None:
+        shape, rows, ints = self.shape, self.rows, self.ints
+        lay_out(
+            self.tokens_in, rows.slots_S, self.starts, self.tables, BLOCK_SIZE, token_ids_T=ints["token_ids"],
+            positions_T=ints["positions"], slot_mapping_T=ints["mapping"], context_lens_S=ints["context"],
+            last_rows_S=ints["last_rows"],
+        )  # fmt: skip
+        self.plan.fill(rows.slots_S, self.starts, ints["context"])
+        gains = self.weights["gain"]
+        embed_rms_norm(
+            ints["token_ids"], self.weights["embedding"][0], gains[0], 1e-5, residual_TC=self.x, out_TC=self.y
+        )
+        q_TAD = self.qkv.view(len(self.x), -1, shape.head_dim)[:, : shape.num_heads]
+        for index, layer in enumerate(rows.layers):
+            torch.mm(self.y, self.weights["qkv"][index].t(), out=self.qkv)
+            rotate_and_cache(self.qkv, ints["positions"], ints["mapping"], self.rope, layer)
+            decode_attention(q_TAD, layer, rows.tables_SB, self.plan, scale=0.1, out_TAD=self.out)
+            torch.mm(self.out.view(len(self.x), -1), self.weights["o"][index].t(), out=self.d)
+            add_rms_norm(self.x, self.d, gains[2 * index + 1], 1e-5, out_TC=self.y)
+            torch.mm(self.y, self.weights["gate_up"][index].t(), out=self.gate_up)
+            silu_mul(self.gate_up, out_TI=self.act)
+            torch.mm(self.act, self.weights["down"][index].t(), out=self.d)
+            if index + 1 < len(rows.layers):
+                add_rms_norm(self.x, self.d, gains[2 * index + 2], 1e-5, out_TC=self.y)
+        add_rms_norm_rows(self.x, self.d, ints["last_rows"], gains[-1], 1e-5, out_RC=self.y)
+        torch.mm(self.y, self.weights["head"][0].t(), out_dtype=torch.float32, out=self.logits)
+        sample(
+            self.logits, self.work, rows.slots_S, ints["context"], self.tables, tokens_R=ints["tokens"],
+            flags_R=ints["flags"],
+        )  # fmt: skip
+        commit(
+            ints["tokens"], ints["flags"], rows.slots_S, self.starts, ints["context"], self.samples, self.tables,
+            ring_NS=self.ring, step_1=self.step,
+        )  # fmt: skip
+
+
+def bench_steps(tune: bool) -> None:
+    for shape in SHAPES:
+        std = 0.02
+        embedding = randn(shape.vocab, shape.hidden, std=0.5)
+        attention_width = shape.num_heads * shape.head_dim
+        sizes = {
+            "qkv": (shape.qkv_width, shape.hidden), "o": (shape.hidden, attention_width),
+            "gate_up": (2 * shape.intermediate, shape.hidden), "down": (shape.hidden, shape.intermediate),
+        }  # fmt: skip
+        weights = {name: [randn(*size, std=std) for _ in range(shape.num_layers)] for name, size in sizes.items()}
+        weights["embedding"] = [embedding]
+        weights["head"] = [embedding if shape.tied else randn(shape.vocab, shape.hidden, std=std)]
+        weights["gain"] = [1 + randn(shape.hidden, std=0.1) for _ in range(2 * shape.num_layers + 1)]
+        weight_bytes = 2 * sum(w.numel() for name, ws in weights.items() if name != "embedding" for w in ws)
+        cases = {f"{n}x{c}": [c] * n for n, c in ((1, 640), (16, 640), (64, 640), (256, 640), (64, 4096))}
+        for name, lengths in {**cases, "ragged": ragged_lengths()}.items():
+            step = PlainStep(shape, lengths, weights)
+            ms = graph_ms(step.run)
+            num_bytes = weight_bytes + sum(lengths) * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
+            probe = PROBE_STEP_MS.get((shape.name, name))
+            report(
+                f"{shape.name} {name} step", ms * 1e3, num_bytes=num_bytes, note=f"probe {probe} ms" if probe else ""
+            )
+            del step
+            torch.cuda.empty_cache()
+        del weights, embedding
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {
+        "elementwise": bench_elementwise,
+        "decode": bench_decode,
+        "chunks": bench_chunks,
+        "sampler": bench_sampler,
+        "steps": bench_steps,
+    }
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them, if none is named")
+    parser.add_argument("--tune", action="store_true", help="attention with all tile settings")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for name in options.parts or parts:
+        parts[name](options.tune)
+
+
+if __name__ == "__main__":
+    main()
