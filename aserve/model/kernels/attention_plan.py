@@ -127,7 +127,7 @@ class AttentionPlan:
 
         num_programs: about how many of them should share the rows' tokens, over all kv heads. It and the tiles come
         from the tables of ``attention_tiles``, unless given. fixed_tokens > 0 makes items of that length whatever else
-        is in the step (a row's result then does not depend on its neighbours); ``context_max`` then bounds their number.
+        is in the step (a row's result then does not depend on its neighbours); ``context_max`` bounds their number.
         """
         group = num_heads // num_kv_heads
         decode_tiles = decode_tiles or DecodeTiles.of(head_dim=head_dim, dtype=dtype)
