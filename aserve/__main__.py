@@ -8,7 +8,6 @@ from typing import Final, NoReturn
 from aserve import __version__
 from aserve.cli.arguments import split_options
 from aserve.cli.parsers import COMMANDS, Parser, load_command, make_parser
-from aserve.config import Assignment
 from aserve.errors import ConfigError, ModelError
 
 EXIT_USAGE: Final = 2
@@ -41,9 +40,8 @@ def _run(arguments: list[str]) -> int:
             + (f"; the nearest is {near[0]!r}." if near else f": it is one of {', '.join(COMMANDS)}.")
         )
     parser = make_parser(command)
-    assignments: list[Assignment] = []
-    if parser.get_default("assignments") is not None:  # it takes the configuration's options
-        arguments, assignments = split_options(arguments)
+    takes_options = parser.get_default("assignments") is not None  # the configuration's
+    arguments, assignments = split_options(arguments) if takes_options else (arguments, [])
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         _refuse(parser, unknown[0])
