@@ -55,7 +55,7 @@ def test_a_second_start_needs_no_network(default_server: ServerProcess) -> None:
 
     assert default_server.get("/v1/models", key="sk-test")["data"][0]["id"] == "SmolLM2-135M-Instruct"
     assert (loaded["origin"], loaded["max_model_len"], loaded["max_num_seqs"]) == ("default", 8192, 64)
-    assert loaded["kv_cache_mib"] == loaded["num_blocks"] * 16 * 23040 // 2**20
+    assert loaded["kv_cache_mib"] == loaded["num_blocks"] * 32 * 23040 // 2**20
 
 
 def test_a_sharded_folder_under_other_names(tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_a_sharded_folder_under_other_names(tmp_path: Path) -> None:
         models = server.get("/v1/models")["data"]
         (lowered,) = server.logged("model.max_model_len_lowered")
 
-        assert [(model["id"], model["max_model_len"]) for model in models] == [("one", 1600), ("two", 1600)]
+        assert [(model["id"], model["max_model_len"]) for model in models] == [("one", 3200), ("two", 3200)]
         assert asked(server, "one") == asked(server, "two") != ""
-        assert (lowered["wanted"], lowered["max_model_len"]) == (8192, 1600)
+        assert (lowered["wanted"], lowered["max_model_len"]) == (8192, 3200)
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_hub_id(tmp_path: Path) -> None:
         (
             ["--max-num-batched-tokens", "79"],
             {},
-            "scheduler.max_num_batched_tokens: 79 is too few; a step must hold max_num_seqs + block_size = 80 tokens.",
+            "scheduler.max_num_batched_tokens: 79 is too few; a step must hold max_num_seqs + block_size = 96 tokens.",
         ),
         (["--host", "192.0.2.1"], {}, "This machine has no address 192.0.2.1; choose another one with --host."),
     ],
