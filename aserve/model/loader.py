@@ -15,7 +15,7 @@ from aserve.model.attention.tiled import TiledAttention
 from aserve.model.batch import LanguageModel
 from aserve.model.config import ModelConfig
 from aserve.model.decoder import Decoder, ReadTensor, tensor_shapes
-from aserve.model.linear import make_int8_linear, make_linear
+from aserve.model.linear import PackedLinear, PlainLinear, make_int8_linear, make_linear
 from aserve.model.reference import ReferenceModel
 
 _NAMES_LISTED_MAX = 4
@@ -57,7 +57,9 @@ def load_model(
         _check(folder, checkpoint.shapes(), shapes, is_tied=config.decoder.tied_embeddings)
         read: ReadTensor = lambda name: checkpoint.read(name).to(device=device, dtype=dtype)
         if reference:
-            model = Decoder(config, read, dtype=dtype, attention=TiledAttention())
+            # Its forwards always have 16 rows, where packed weights are a fifth faster in float32 too.
+            linear = PackedLinear if PackedLinear.is_available(torch.device(device)) else PlainLinear
+            model = Decoder(config, read, dtype=dtype, attention=TiledAttention(), linear=linear)
         else:
             make = make_int8_linear if quantization == "int8" else make_linear
             model = Decoder(config, read, dtype=dtype, attention=BagAttention(), layout="rows", linear=make)

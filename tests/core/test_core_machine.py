@@ -27,7 +27,7 @@ from aserve.core.ids import NO_STEP, SequenceId
 from aserve.core.request import FinishReason
 from aserve.core.transitions import BlockState
 
-NUM_STEPS = 50_000
+NUM_STEPS = int(os.environ.get("ASERVE_TEST_STEPS", "50000"))
 STEPS_AN_EXAMPLE = 100
 FAMILIES = {
     "sync": {"policy": "sync"},

@@ -63,13 +63,20 @@ class Reference:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.prompts = prompts
-        self.outputs = [self._generate(prompt, num_tokens) for prompt in prompts]
+        self.outputs = self._generate(num_tokens)
 
-    def _generate(self, prompt: np.ndarray, num_tokens: int) -> list[int]:
-        ids = self._torch.tensor(prompt[None], dtype=self._torch.long)
-        mask = self._torch.ones_like(ids)
-        out = self._model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False)
-        return out[0, len(prompt) :].tolist()
+    def _generate(self, num_tokens: int) -> list[list[int]]:
+        """All prompts in one batch, padded on the left; each output ends with its first end-of-sequence token."""
+        length = max(len(prompt) for prompt in self.prompts)
+        ids = self._torch.zeros(len(self.prompts), length, dtype=self._torch.long)
+        mask = self._torch.zeros_like(ids)
+        for row, prompt in enumerate(self.prompts):
+            ids[row, length - len(prompt) :] = self._torch.from_numpy(prompt)
+            mask[row, length - len(prompt) :] = 1
+        outputs = self._model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False)
+        ends = self._model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends)
+        return [_until(output, ends) for output in outputs[:, length:].tolist()]
 
     def gap(self, index: int, position: int) -> float:
         """Difference of the two best logits for output token ``position`` of prompt ``index``."""
@@ -78,6 +85,11 @@ class Reference:
             logits = self._model(self._torch.tensor(context[None], dtype=self._torch.long)).logits[0, -1]
         best, second = logits.topk(2).values.tolist()
         return best - second
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    found = next((index for index, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return tokens[: found + 1]
 
 
 @dataclass(frozen=True, slots=True)
