@@ -509,7 +509,7 @@ async def test_a_loaded_model_says_what_it_is_and_answers(tmp_path: Path, option
 
 
 def test_the_context_is_cut_to_a_small_pool(tmp_path: Path) -> None:
-    """8 blocks of 16 tokens."""
+    """8 blocks of 32 tokens."""
     runner = load(model_folder(tmp_path), num_blocks=8)
     asyncio.run(runner.aclose())
     assert (runner.info.num_blocks, runner.info.max_model_len) == (8, 256)
