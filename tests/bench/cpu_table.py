@@ -148,6 +148,8 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--prompts", type=Path, default=ROOT / "tests" / "data" / "questions.jsonl")
     arguments = parser.parse_args()
+    # A run that is told to end takes its server along: the exception passes through ``running``.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     sys.stdout.write("| tokens/s (TTFT p50 ms, ITL p99 ms) | " + " | ".join(map(str, arguments.streams)) + " |\n")
     sys.stdout.write("|---" * (len(arguments.streams) + 1) + "|\n")
     for contender in contenders(arguments):
