@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aserve.device.event import DeviceThread
+from aserve.device.thread import DeviceThread
 from aserve.model.sampler import SampledTokens, Sampler, SamplingRows
 
 

@@ -24,6 +24,10 @@ class ModelOptions:
         "int8 rounds large matrices on a CPU with native bfloat16: less to read at few rows, more memory.",
     )
     device: Literal["auto", "cpu"] = _option("auto", "Where the model runs.")
+    device_wait: Literal["auto", "timer", "thread", "poll"] = _option(
+        "auto",
+        "How a GPU step's end is noticed: a timer set to its predicted end, a waiting thread, or polling.",
+    )
     threads: int = _option(
         0,
         "Threads of a forward on the CPU; 0 takes the cores that this process may use, of three or more all but one.",

@@ -23,7 +23,8 @@ from aserve.core.options import SchedulerOptions
 from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult, Chunk, Logprobs
 from aserve.core.request import SamplingParams
 from aserve.device import memory, threads
-from aserve.device.event import Bell, CpuFlight, DeviceThread
+from aserve.device.event import Bell, CpuFlight
+from aserve.device.thread import DeviceThread
 from aserve.engine.ports import RunnerInfo
 from aserve.errors import ModelError
 from aserve.model.batch import ForwardBatch, LanguageModel

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from aserve.device.event import CpuFlight, DeviceThread
+from aserve.device.event import CpuFlight
+from aserve.device.thread import DeviceThread
 from aserve.errors import DeviceLost
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aserve.device import threads
-from aserve.device.event import DeviceThread
+from aserve.device.thread import DeviceThread
 
 
 def test_openmp_waits_are_passive_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from aserve.core.ids import Epoch, Slot, StepNumber
 from aserve.core.options import SchedulerOptions
 from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult, Chunk, Join
 from aserve.core.request import SamplingParams
-from aserve.device.event import DeviceThread
+from aserve.device.thread import DeviceThread
 from aserve.engine.ports import Runner, RunnerInfo
 from aserve.errors import DeviceLost, ModelError
 from aserve.model.batch import ForwardBatch, KVShape
