@@ -72,6 +72,7 @@ def diagnose(config: Config, environment: Mapping[str, str], *, load: bool = Fal
     _look_at_machine(found, config)
     _look_at_environment(found, config, environment)
     _look_at_packages(found)
+    _look_at_gpu(found, config)
     _look_at_options(found, config)
     _look_at_address(found, config)
     _look_at_model(found, config)
@@ -150,6 +151,23 @@ def _look_at_packages(found: Diagnosis) -> None:
             importlib.import_module(name)
         except Exception as error:  # a broken build can raise anything
             found.error(f"The package {name} cannot be loaded: {_first_line(error)}.")
+
+
+def _look_at_gpu(found: Diagnosis, config: Config) -> None:
+    """Whether ``model.device`` = auto would take a GPU. After the packages, of which torch is one."""
+    try:
+        import torch
+
+        from aserve.model.runner import has_gpu
+    except Exception:  # reported with the packages
+        return
+    if has_gpu():
+        free, total = torch.cuda.mem_get_info(0)
+        found.machine["GPU"] = f"{torch.cuda.get_device_name(0)}, {_gib(free)} of {_gib(total)} free"
+        return
+    found.machine["GPU"] = "none" if not torch.cuda.is_available() else "one, but Triton is not installed"
+    if config.model.device == "cuda":
+        found.error("model.device is cuda, but torch finds no CUDA device, or Triton is not installed.")
 
 
 def _supported_versions() -> dict[str, Any]:

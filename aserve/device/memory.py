@@ -161,3 +161,38 @@ def size_pool(
             "model.kv_cache_gib, or take a smaller model."
         )
     return PoolSize(num_blocks=blocks, max_model_len=min(max_model_len, blocks * block_size))
+
+
+def size_device_pool(
+    *,
+    budget_bytes: int,
+    spent_bytes: int,
+    graph_bytes: int,
+    bytes_per_token: int,
+    block_size: int,
+    max_model_len: int,
+    num_blocks: int = 0,
+    kv_cache_bytes: int = 0,
+) -> PoolSize:
+    """Blocks for a GPU's KV pool, whose memory is nobody else's: all that is left, unless a number or a size is given.
+
+    budget_bytes: what the process may hold. spent_bytes: what it holds now, measured: weights, workspace, libraries.
+    graph_bytes: what the graphs that are still to be made will take. Raises ModelError, saying what to lower.
+    """
+    bytes_per_block = bytes_per_token * block_size
+    left = budget_bytes - spent_bytes - graph_bytes
+    if num_blocks and num_blocks < MIN_NUM_BLOCKS:
+        raise ModelError(f"scheduler.num_blocks is {num_blocks}; the KV pool needs at least {MIN_NUM_BLOCKS} blocks.")
+    blocks = num_blocks or (kv_cache_bytes or max(left, 0)) // bytes_per_block
+    needed = (max(blocks, MIN_NUM_BLOCKS) + 1) * bytes_per_block  # with the trash block
+    if not num_blocks and not kv_cache_bytes:
+        blocks -= 1
+    if blocks < MIN_NUM_BLOCKS or ((num_blocks or kv_cache_bytes) and needed > left):
+        raise ModelError(
+            f"Too little device memory: aserve may fill {_gib(budget_bytes)}, weights and workspace take "
+            f"{_gib(spent_bytes)}, CUDA graphs {_gib(graph_bytes)}, and a KV pool of {max(blocks, MIN_NUM_BLOCKS)} "
+            f"blocks needs {_gib(needed)}. Lower scheduler.max_num_batched_tokens, scheduler.max_num_seqs, "
+            "scheduler.max_model_len, scheduler.num_blocks or model.kv_cache_gib, raise model.gpu_memory_utilization, "
+            "or take a smaller model."
+        )
+    return PoolSize(num_blocks=blocks, max_model_len=min(max_model_len, blocks * block_size))

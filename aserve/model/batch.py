@@ -26,7 +26,7 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    layout: Literal["heads", "rows"] = "heads"
+    layout: Literal["heads", "rows", "blocks"] = "heads"
 
     @property
     def bytes_per_token(self) -> int:

@@ -18,7 +18,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTensors:
-    """K and V of all layers, in one of two orders, ``shape.layout``.
+    """K and V of all layers, in one of three orders, ``shape.layout``.
 
     heads: a layer is [2, H, N, P, D], K first. Blocks selected along N lie behind one another as [H, B * P, D]: what is
     gathered is a matmul's operand without a further copy.
@@ -28,9 +28,12 @@ class KVTensors:
     Memory is touched as blocks are handed out, in huge pages where the system has them: reading a cache of 377 MB took
     30 ms in them and 38 ms without, one thread.
 
+    blocks: a layer is [2, H, N, P, D] by its strides, and in memory [N, 2, H, P, D]: what a GPU reads of one block
+    lies in one page of its memory.
+
     keys, values: a layer's as [N, P, H, D], strided; written through.
-    blocks: a layer's rows of P * D elements, a head's K or V of one block; ``block_rows`` says which.
-    layers: for heads only, the tensors themselves. key_rows, value_rows: for rows only, see ``bags``.
+    blocks: a layer's rows of P * D elements, a head's K or V of one block; ``block_rows`` says which. Not for blocks.
+    layers: the tensors themselves, not for rows. key_rows, value_rows: for rows only, see ``bags``.
     """
 
     layers: tuple[Tensor, ...]
@@ -63,6 +66,21 @@ class KVTensors:
                 keys=tuple(layer[0].permute(1, 2, 0, 3) for layer in layers_2HNPD),
                 values=tuple(layer[1].permute(1, 2, 0, 3) for layer in layers_2HNPD),
                 blocks=tuple(layer.view(-1, block_size * dim) for layer in layers_2HNPD),
+                key_rows=(),
+                value_rows=(),
+                memory=memory,
+                shape=shape,
+                num_blocks=num_blocks,
+                block_size=block_size,
+            )
+        if shape.layout == "blocks":
+            layers_N2HPD = memory.view(layers, num_blocks + 1, 2, heads, block_size, dim).unbind(0)
+            layers_2HNPD = tuple(layer.permute(1, 2, 0, 3, 4) for layer in layers_N2HPD)
+            return cls(
+                layers=layers_2HNPD,
+                keys=tuple(layer[0].permute(1, 2, 0, 3) for layer in layers_2HNPD),
+                values=tuple(layer[1].permute(1, 2, 0, 3) for layer in layers_2HNPD),
+                blocks=(),
                 key_rows=(),
                 value_rows=(),
                 memory=memory,

@@ -52,10 +52,7 @@ def load_model(
             folder, config, dtype=dtype, device=device, dummy=load_format == "dummy", reference=reference
         )
     else:
-        shapes = tensor_shapes(config.decoder, config.vocab_size)
-        checkpoint = _DummyCheckpoint(shapes) if load_format == "dummy" else open_checkpoint(folder)
-        _check(folder, checkpoint.shapes(), shapes, is_tied=config.decoder.tied_embeddings)
-        read: ReadTensor = lambda name: checkpoint.read(name).to(device=device, dtype=dtype)
+        read = open_weights(folder, config, dtype=dtype, device=device, is_dummy=load_format == "dummy")
         if reference:
             # Its forwards always have 16 rows, where packed weights are a fifth faster in float32 too.
             linear = PackedLinear if PackedLinear.is_available(torch.device(device)) else PlainLinear
@@ -64,6 +61,21 @@ def load_model(
             make = make_int8_linear if quantization == "int8" else make_linear
             model = Decoder(config, read, dtype=dtype, attention=BagAttention(), layout="rows", linear=make)
     return ReferenceModel(model) if reference else model
+
+
+def open_weights(
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, is_dummy: bool = False
+) -> ReadTensor:
+    """The tensors that the native decoder of this config wants, checked by name and shape, read when asked for.
+
+    Dummy weights are made where they will be. Raises ModelError.
+    """
+    assert config.decoder is not None
+    shapes = tensor_shapes(config.decoder, config.vocab_size)
+    device = torch.device(device)
+    checkpoint = _DummyCheckpoint(shapes, dtype, device) if is_dummy else open_checkpoint(folder)
+    _check(folder, checkpoint.shapes(), shapes, is_tied=config.decoder.tied_embeddings)
+    return lambda name: checkpoint.read(name).to(device=device, dtype=dtype)
 
 
 class Checkpoint:
@@ -105,11 +117,14 @@ class PickledCheckpoint:
 
 
 class _DummyCheckpoint:
-    """Random weights, the same in each run: norms of one, matrices scaled to keep activations near one."""
+    """Random weights, the same in each run on one kind of device: norms of one, matrices scaled to keep activations
+    near one."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = shapes
-        self._generator = torch.Generator().manual_seed(0)
+        # On a CPU in float32, so that precisions can be compared; on a device as they will be, billions in a second.
+        self._where: dict[str, Any] = {} if device.type == "cpu" else {"device": device, "dtype": dtype}
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
@@ -118,7 +133,7 @@ class _DummyCheckpoint:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-        return torch.randn(shape, generator=self._generator).mul_(shape[1] ** -0.5)
+        return torch.randn(shape, generator=self._generator, **self._where).mul_(shape[1] ** -0.5)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint | PickledCheckpoint:

@@ -16,14 +16,17 @@ class ModelOptions:
         "", "A Hugging Face folder, a GGUF file or a hub id; empty takes the default model, fetched once."
     )
     served_model_name: tuple[str, ...] = _option((), "Names that requests may use; empty takes the model's own.")
-    dtype: Literal["auto", "bfloat16", "float32"] = _option(
-        "auto", "Precision of weights and cache; auto takes bfloat16 where the device computes it natively."
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+        "auto",
+        "Precision of weights and cache: auto is bfloat16 where the device computes it natively; float16 is for GPUs.",
     )
     quantization: Literal["none", "int8"] = _option(
         "none",
         "int8 rounds large matrices on a CPU with native bfloat16: less to read at few rows, more memory.",
     )
-    device: Literal["auto", "cpu"] = _option("auto", "Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = _option(
+        "auto", "Where the model runs; auto takes a GPU where there is one."
+    )
     device_wait: Literal["auto", "timer", "thread", "poll"] = _option(
         "auto",
         "How a GPU step's end is noticed: a timer set to its predicted end, a waiting thread, or polling.",

@@ -4,13 +4,14 @@ Shape suffixes: T tokens of a step, S sequences in it (decode rows, then chunks)
 sample, V vocabulary.
 """
 
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,12 +21,12 @@ from torch import Tensor
 from aserve import faults
 from aserve.core.ids import NO_STEP, Slot, StepNumber
 from aserve.core.options import SchedulerOptions
-from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult, Chunk, Logprobs
+from aserve.core.plan import BatchPlan, BatchResult, Chunk, Logprobs
 from aserve.core.request import SamplingParams
 from aserve.device import memory, threads
 from aserve.device.event import Bell, CpuFlight
 from aserve.device.thread import DeviceThread
-from aserve.engine.ports import RunnerInfo
+from aserve.engine.ports import Runner, RunnerInfo
 from aserve.errors import ModelError
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.config import ModelConfig
@@ -35,8 +36,8 @@ from aserve.model.loader import load_model
 from aserve.model.options import ModelOptions
 from aserve.model.sampler import SampledTokens, Sampler, SamplingRows, compute_logprobs
 from aserve.model.slot_table import SlotTable
+from aserve.model.step_result import SampledPart, StepCounters, in_row_order, kind_of, sampled_part
 
-Kind = Literal["decode", "prefill", "mixed"]
 Ints = NDArray[np.int64]
 
 _UNKNOWN_MODEL_LEN: Final = 2048
@@ -56,32 +57,6 @@ class StepFlight(CpuFlight[BatchResult]):
         self.step = step
 
 
-@dataclass(slots=True)
-class _StepTimes:
-    """Written by the device thread, read by anybody."""
-
-    num_steps: int = 0
-    seconds: float = 0.0
-    last_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.num_steps += 1
-        self.seconds += seconds
-        self.last_s = seconds
-
-
-@dataclass(slots=True)
-class _Counters:
-    """Written by the device thread, read by anybody."""
-
-    times: dict[Kind, _StepTimes] = field(
-        default_factory=lambda: {"decode": _StepTimes(), "prefill": _StepTimes(), "mixed": _StepTimes()}
-    )
-    num_failed: int = 0
-    num_tokens_computed: int = 0
-    num_tokens_sampled: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     """A plan laid out for the model.
@@ -96,16 +71,6 @@ class _Step:
     next_positions: Ints
     sampling: Ints
     prompt_targets: tuple[tuple[int, int, NDArray[np.int32]], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sampled:
-    """Some of a result's rows: int64 [n] rows, int32 [n] tokens, uint8 [n] flags."""
-
-    rows: Ints
-    tokens: NDArray[np.int32]
-    flags: NDArray[np.uint8]
-    logprobs: Logprobs | None
 
 
 class CpuRunner:
@@ -129,7 +94,7 @@ class CpuRunner:
         )
         self._sampler = Sampler(info.vocab_size)
         self._host_sampler: HostSampler | None = None  # made in the device thread by the first plan with deferred rows
-        self._counters = _Counters()
+        self._counters = StepCounters()
 
     @property
     def info(self) -> RunnerInfo:
@@ -162,15 +127,7 @@ class CpuRunner:
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start; failed steps have no time. ``last`` is the newest step of its kind."""
-        counters = self._counters
-        figures: dict[str, float] = {}
-        for kind, times in counters.times.items():
-            figures[f"steps_{kind}"] = times.num_steps
-            figures[f"step_seconds_{kind}"] = times.seconds
-            figures[f"step_last_ms_{kind}"] = times.last_s * 1e3
-        figures["steps_failed"] = counters.num_failed
-        figures["tokens_computed"] = counters.num_tokens_computed
-        figures["tokens_sampled"] = counters.num_tokens_sampled
+        figures = self._counters.figures()
         figures["weight_bytes"] = self._info.weight_bytes
         figures["kv_bytes"] = self._kv.num_bytes
         figures["resident_bytes"] = memory.resident_bytes()
@@ -193,7 +150,7 @@ class CpuRunner:
             # First, and whatever becomes of the step: the host sends each difference once.
             self._table.apply(plan)
             finish = self._step(plan, flight)
-            self._counters.times[_kind(plan)].add(time.perf_counter() - started_s)
+            self._counters.times[kind_of(plan)].add(time.perf_counter() - started_s)
             finish()
         except BaseException as error:
             # The host fails these sequences when the step lands. Their rows in steps that are out already must not
@@ -283,7 +240,7 @@ class CpuRunner:
             rows = self._table.sampling_rows(slots[here], positions[here])
             sampled = self._sampler.sample(logits_RV if not len(there) else logits_RV[here], rows, plan.logprobs_k)
             self._commit(slots[here], positions[here], rows, sampled)
-            parts.append(_sampled(here, rows, sampled))
+            parts.append(sampled_part(here, rows, sampled))
         if not len(there):
             return lambda: self._land(plan, parts, prompt_logprobs, flight)
 
@@ -295,7 +252,9 @@ class CpuRunner:
             logits_RV[there],
             rows_there,
             plan.logprobs_k,
-            lambda sampled: self._land(plan, [*parts, _sampled(there, rows_there, sampled)], prompt_logprobs, flight),
+            lambda sampled: self._land(
+                plan, [*parts, sampled_part(there, rows_there, sampled)], prompt_logprobs, flight
+            ),
             lambda error: self._fail(flight, error),
         )
 
@@ -308,12 +267,12 @@ class CpuRunner:
     def _land(
         self,
         plan: BatchPlan,
-        parts: Sequence[_Sampled],
+        parts: Sequence[SampledPart],
         prompt_logprobs: tuple[tuple[int, Logprobs], ...],
         flight: StepFlight,
     ) -> None:
         faults.hit("runner.land")
-        rows = _in_row_order(parts)
+        rows = in_row_order(parts)
         self._counters.num_tokens_sampled += len(rows.tokens)
         flight.land(
             BatchResult(
@@ -335,12 +294,6 @@ class CpuRunner:
         flight.fail(error)
 
 
-def _kind(plan: BatchPlan) -> Kind:
-    if not plan.chunks:
-        return "decode"
-    return "mixed" if len(plan.rows) else "prefill"
-
-
 def _sequences(plan: BatchPlan) -> tuple[Ints, Ints]:
     """int64 [S]: slots, and the positions at which the plan expects them, of decode rows and chunks."""
     rows = plan.rows.astype(np.int64)
@@ -359,51 +312,43 @@ def _prompt_logprobs(step: _Step, logits_RV: Tensor) -> tuple[tuple[int, Logprob
     return tuple(found)
 
 
-def _sampled(indices: Ints, rows: SamplingRows, sampled: SampledTokens) -> _Sampled:
-    """A sampler's output as the host reads it. A row that was done before is done, whatever its logits are."""
-    done_R = rows.end.done_R
-    ended_R = done_R | (rows.end.ended(sampled.tokens_R) & ~sampled.invalid_R)
-    flags_R = ended_R.to(torch.uint8) * FLAG_DONE + (sampled.invalid_R & ~done_R).to(torch.uint8) * FLAG_INVALID
-    return _Sampled(
-        rows=indices,
-        tokens=sampled.tokens_R.numpy().astype(np.int32),
-        flags=flags_R.numpy(),
-        logprobs=sampled.logprobs,
-    )
-
-
-def _in_row_order(parts: Sequence[_Sampled]) -> _Sampled:
-    if len(parts) == 1:
-        return parts[0]
-    order = np.argsort(np.concatenate([part.rows for part in parts]))
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    return _Sampled(
-        rows=np.arange(len(order)),
-        tokens=np.concatenate([part.tokens for part in parts])[order],
-        flags=np.concatenate([part.flags for part in parts])[order],
-        logprobs=Logprobs(
-            token_logprobs=np.concatenate([part.token_logprobs for part in logprobs])[order],
-            ranks=np.concatenate([part.ranks for part in logprobs])[order],
-            top_ids=np.concatenate([part.top_ids for part in logprobs])[order],
-            top_logprobs=np.concatenate([part.top_logprobs for part in logprobs])[order],
-        )
-        if logprobs
-        else None,
-    )
-
-
 # --- start
 
 
-def load_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CpuRunner:
-    """Load the model in ``folder``, size the KV pool, warm up. Blocks for seconds: call it off the loop.
+def load_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> Runner:
+    """Load the model in ``folder`` on the device that the options name. Blocks for seconds: call it off the loop.
+
+    device = auto takes CUDA where torch finds a GPU that can run this model. Raises ModelError.
+    """
+    if options.device == "cuda" or (options.device == "auto" and has_gpu() and _suits_gpu(options, folder)):
+        if not has_gpu():
+            raise ModelError("model.device is cuda, but torch finds no CUDA device, or Triton is not installed.")
+        from aserve.model.cuda_start import load_cuda_runner  # Triton, which only comes with CUDA builds of torch
+
+        return load_cuda_runner(options, scheduler, folder)
+    return load_cpu_runner(options, scheduler, folder)
+
+
+def has_gpu() -> bool:
+    """Whether steps can run on a CUDA device here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def _suits_gpu(options: ModelOptions, folder: Path) -> bool:
+    return options.quantization == "none" and ModelConfig.from_folder(folder).decoder is not None
+
+
+def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CpuRunner:
+    """Load the model in ``folder``, size the KV pool, warm up.
 
     ``info.max_model_len`` is the least of what the scheduler's options ask for, what the model was made for and what
     fits the pool. Everything runs in the device thread, whose compute threads are then there. Raises ModelError.
     """
     faults.hit("runner.load")
-    if options.reference and options.dtype == "bfloat16":
+    if options.reference and options.dtype not in ("auto", "float32"):
         raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
+    if options.dtype == "float16":
+        raise ModelError("model.dtype = float16 is for GPUs: take bfloat16 or float32 on a CPU.")
     threads.prepare_process()
     num_threads = options.threads or threads.default_num_threads(threads.usable_cores())
     device = DeviceThread("aserve-device", setup=lambda: torch.set_num_threads(num_threads))

@@ -67,19 +67,20 @@ def rotate_and_cache(
     qk_norm_AHD: Tensor | None = None,
     eps: float = 1e-6,
     uses_rope: bool = True,
+    block_heads: int | None = None,
 ) -> None:
     """q turned in place in ``qkv``; k turned, and v, written where the mapping says (k in ``qkv`` stays as it was).
 
     kv_layer: [2, H, blocks, tokens of a block, D], the last two contiguous. qk_norm: one gain a head of q, then of k;
     norms come before the turn. slot_mapping: block * block_size + offset; where tokens share a slot (block 0), any of
-    them wins.
+    them wins. block_heads: heads of a program, a power of two; by the number of tokens unless given.
     """
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     stride_kv, stride_head, stride_block = kv_layer.stride()[:3]
     num_tokens, width = qkv_TN.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     # Few tokens: many small programs, all at once. Many tokens: fewer, larger ones.
-    block_heads = 2 if num_tokens <= 64 else 16
+    block_heads = block_heads or (2 if num_tokens <= 64 else 16)
     _rope_kv_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block_heads))](
         qkv_TN, positions_T, slot_mapping_T, rope_table_PD, qk_norm_AHD, kv_layer, eps,
         stride_kv, stride_head, stride_block,

@@ -97,6 +97,37 @@ def lay_out(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+def _lay_out_rows_kernel(
+    slots_ptr, starts_ptr, context_lens_ptr, row_slots_ptr, row_contexts_ptr, num_sequences, num_tokens,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0)
+    start = tl.load(starts_ptr + sequence)
+    end = tl.load(starts_ptr + sequence + 1)
+    slot = tl.load(slots_ptr + sequence)
+    context = tl.load(context_lens_ptr + sequence)
+    stop = tl.where(sequence == num_sequences - 1, num_tokens, end)
+    for first in tl.range(start, stop, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        is_own = (row < end) & (context > 0)
+        tl.store(row_slots_ptr + row, tl.zeros_like(row) + slot, mask=row < stop)
+        tl.store(row_contexts_ptr + row, tl.where(is_own, context - (end - 1 - row), 0), mask=row < stop)
+
+
+def lay_out_rows(
+    slots_S: Tensor, query_starts: Tensor, context_lens_S: Tensor, *, row_slots_T: Tensor, row_contexts_T: Tensor
+) -> None:
+    """Each token as a row of its own: its slot, and the tokens that it sees, itself included; 0 for padding.
+
+    Reference mode computes a prompt's tokens as it computes decoded ones. All int32; arguments as ``lay_out``'s.
+    """
+    _lay_out_rows_kernel[(len(slots_S),)](
+        slots_S, query_starts, context_lens_S, row_slots_T, row_contexts_T, len(slots_S), len(row_slots_T),
+        BLOCK=256, num_warps=1,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_sequences", "vocab_size"])
 def _commit_kernel(
     tokens_ptr, flags_ptr, slots_ptr, starts_ptr, context_lens_ptr, samples_ptr, records_ptr, seen_ptr,

@@ -1,0 +1,136 @@
+"""One CUDA device as steps use it: a stream that runs them, graphs of whole steps, memory that it reads in place.
+
+``StepDevice`` is the seam: tests run the same steps without a GPU, under Triton's interpreter.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from aserve.device.event import DeviceEvent
+from aserve.errors import DeviceLost
+
+Replay = Callable[[], None]
+
+
+class StepDevice(Protocol):
+    """Everything is enqueued inside ``scope``, on one stream, from one thread at a time."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def side(self) -> torch.cuda.Stream | None:
+        """A second stream, for branches of a captured step; None where there is none."""
+        ...
+
+    @property
+    def num_multiprocessors(self) -> int: ...
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Makes the device's stream the thread's current one."""
+        ...
+
+    def pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
+        """Zeroed host memory, which the device reads and writes in place and copies from without a detour."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """What launches ``run``'s kernels again, as one. They have run before; ``run`` is called once more."""
+        ...
+
+    def record(self, *, blocking: bool = False) -> DeviceEvent:
+        """The point that the stream has reached now. blocking: ``synchronize`` sleeps rather than spins."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until the stream is empty."""
+        ...
+
+    def explain(self, error: Exception) -> Exception:
+        """DeviceLost if nothing will run any more after ``error``, else the error itself."""
+        ...
+
+
+class CudaDevice:
+    """A StepDevice. Graphs share one memory pool: they run one after another, in any order."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        properties = torch.cuda.get_device_properties(self.device)
+        self.name = properties.name
+        self.num_multiprocessors = properties.multi_processor_count
+        self.side: torch.cuda.Stream | None = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def scope(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph(), which collects garbage and empties caches each time: 50 ms where a capture takes 10.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    def record(self, *, blocking: bool = False) -> DeviceEvent:
+        event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def explain(self, error: Exception) -> Exception:
+        try:
+            self._stream.query()
+        except Exception as fault:
+            lost = DeviceLost(f"The device is lost: {fault}")
+            lost.__cause__ = error
+            return lost
+        return error
+
+    def free_bytes(self) -> int:
+        """Memory that nobody holds, this process's own caches emptied."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+_ROW_STRIDES: Final = ((16, 8), (64, 8), (128, 16), (256, 32), (1 << 30, 64))
+_TOKEN_STRIDES: Final = ((32, 16), (64, 32), (512, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
+"""Up to so many, steps of so much. Padding costs little below some 300 tokens, where weights are what takes time."""
+
+
+def row_buckets(max_num_rows: int) -> list[int]:
+    """Numbers of decode rows that graphs are made for; the last is ``max_num_rows``."""
+    return [*(size for size in (1, 2, 4) if size < max_num_rows), *_buckets(8, max_num_rows, _ROW_STRIDES)]
+
+
+def token_buckets(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens of steps with chunks; the last is ``max_num_tokens``."""
+    return list(_buckets(16, max_num_tokens, _TOKEN_STRIDES))
+
+
+def _buckets(first: int, last: int, strides: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    size = first
+    for limit, stride in strides:
+        while size < min(limit, last):
+            yield size
+            size += stride
+    yield last
+
+
+def fitting(buckets: list[int], size: int) -> int:
+    """The smallest bucket that holds ``size``."""
+    return next(bucket for bucket in buckets if bucket >= size)

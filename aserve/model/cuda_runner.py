@@ -1,0 +1,447 @@
+"""The CUDA device: plans in, flights out. A launch writes one array of words, copies it, replays one graph: no more.
+
+Shape suffixes: S sequences of a step (decode rows, then chunks), R rows that sample, N steps of the ring,
+P prompt positions with log-probabilities, V vocabulary, K alternatives.
+"""
+
+import asyncio
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aserve import faults
+from aserve.core.ids import StepNumber
+from aserve.core.plan import BatchPlan, BatchResult, Logprobs
+from aserve.device.event import DeviceEvent, Flight, Watcher, WatcherName, make_watcher
+from aserve.device.graphs import StepDevice
+from aserve.engine.ports import RunnerInfo
+from aserve.errors import DeviceLost
+from aserve.model.cuda_steps import MAX_ADDITIONS, CudaSteps
+from aserve.model.host_sampler import HostSampler
+from aserve.model.kernels.differences import HEADER_WORDS
+from aserve.model.kernels.sampler import top_logprobs
+from aserve.model.kernels.slot_update import unpack_words
+from aserve.model.kv_tensors import KVTensors
+from aserve.model.sampler import MAX_TOP_LOGPROBS, SampledTokens, SamplingRows
+from aserve.model.slot_table import SlotTable
+from aserve.model.step_result import SampledPart, StepCounters, in_row_order, kind_of, sampled_part
+from aserve.model.step_words import Differences, Words, aligned
+
+_STEP_MASK: Final = (1 << 32) - 1
+_NO_DIFFERENCES: Final = Differences.of(BatchPlan(step=StepNumber(0)), 0, 0)
+
+
+class CudaFlight(Flight[BatchResult]):
+    """The flight of one step."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: StepNumber) -> None:
+        super().__init__()
+        self.step = step
+
+
+class LogprobTensors:
+    """Pinned memory into which kernels write log-probabilities of up to ``num_rows`` rows, a set for each ring row."""
+
+    def __init__(self, device: StepDevice, ring_steps: int, num_rows: int, num_top: int) -> None:
+        self.token_logprobs_NR = device.pinned(ring_steps, num_rows, dtype=torch.float32)
+        self.ranks_NR = device.pinned(ring_steps, num_rows, dtype=torch.int32)
+        self.top_ids_NRK = device.pinned(ring_steps, num_rows, num_top, dtype=torch.int32)
+        self.top_logprobs_NRK = device.pinned(ring_steps, num_rows, num_top, dtype=torch.float32)
+
+    def compute(self, index: int, first: int, logits_RV: Tensor, tokens_R: Tensor) -> None:
+        """Enqueue: rows from ``first`` on of set ``index``."""
+        rows = slice(first, first + len(logits_RV))
+        top_logprobs(
+            logits_RV,
+            tokens_R,
+            token_logprobs_R=self.token_logprobs_NR[index, rows],
+            ranks_R=self.ranks_NR[index, rows],
+            top_ids_RK=self.top_ids_NRK[index, rows],
+            top_logprobs_RK=self.top_logprobs_NRK[index, rows],
+        )
+
+    def read(self, index: int, rows: NDArray[np.intp] | slice, k: int) -> Logprobs:
+        """Copies, once the step has landed."""
+        return Logprobs(
+            token_logprobs=self.token_logprobs_NR[index].numpy()[rows].copy(),
+            ranks=self.ranks_NR[index].numpy()[rows].copy(),
+            top_ids=self.top_ids_NRK[index].numpy()[rows, :k].copy(),
+            top_logprobs=self.top_logprobs_NRK[index].numpy()[rows, :k].copy(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deferred:
+    """What the host samples of a step: some of the R rows, the S logits (pinned), and all that its sampler needs."""
+
+    rows: NDArray[np.intp]
+    sequences: NDArray[np.intp]
+    logits_SV: Tensor
+    params: SamplingRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    """A step that is out.
+
+    sampling: int [R], which sequences the result's rows are. prompts: (index of the chunk, k, first row, rows) of
+    log-probabilities that chunks asked for.
+    """
+
+    plan: BatchPlan
+    flight: CudaFlight
+    launched_s: float
+    sampling: NDArray[np.intp]
+    prompts: tuple[tuple[int, int, int, int], ...]
+    deferred: _Deferred | None
+
+
+class _Staging:
+    """Pinned arrays that plans are written into, in turn. One is not written again before its copy has been made."""
+
+    def __init__(self, device: StepDevice, num_arrays: int, num_words: int) -> None:
+        self._device = device
+        self._tensors = [device.pinned(num_words, dtype=torch.int32) for _ in range(num_arrays)]
+        self._words: list[Words] = [tensor.numpy() for tensor in self._tensors]
+        self._fences: list[DeviceEvent | None] = [None] * num_arrays
+        self._index = -1
+
+    def take(self) -> Words:
+        """The next array. Waits for its copy, which was made long ago: there are more arrays than steps in flight."""
+        self._index = (self._index + 1) % len(self._words)
+        fence = self._fences[self._index]
+        if fence is not None and not fence.query():
+            fence.synchronize()
+        return self._words[self._index]
+
+    def send(self, words: Tensor, num_words: int) -> None:
+        """Enqueue the copy of the array that was taken last."""
+        words[:num_words].copy_(self._tensors[self._index][:num_words], non_blocking=True)
+
+    def fence(self, event: DeviceEvent) -> None:
+        """The array that was taken last may be written when ``event`` has passed."""
+        self._fences[self._index] = event
+
+
+class CudaRunner:
+    """``engine.ports.Runner`` on a GPU. Owns the device's memory; everything belongs to the loop's thread.
+
+    A failed launch has changed nothing on the device, or has left slots as they are when nobody runs there: the host
+    gives up the sequences that it listed.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: CudaSteps,
+        kv: KVTensors,
+        info: RunnerInfo,
+        device: StepDevice,
+        watcher: WatcherName = "auto",
+        samples_on_host: bool = False,
+        start_seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """steps: with all graphs made. samples_on_host: whether plans may defer rows. start_seconds: for statistics."""
+        limits = steps.limits
+        self._steps = steps
+        self._kv = kv
+        self._info = info
+        self._device = device
+        self._watcher_name: WatcherName = watcher
+        self._watcher: Watcher | None = None
+        self._old_watchers: list[Watcher] = []
+        self._is_closed = False
+        self._staging = _Staging(device, limits.ring_steps, steps.num_words)
+        self._ring_NS: NDArray[np.int64] = steps.ring_RS.numpy()
+        num_top = min(MAX_TOP_LOGPROBS, info.vocab_size)
+        self._num_rows = len(steps.logits_SV)
+        self._logprobs = LogprobTensors(device, limits.ring_steps, self._num_rows, num_top)
+        num_prompt_rows = limits.max_num_tokens + self._num_rows
+        self._prompt_logprobs = LogprobTensors(device, limits.ring_steps, num_prompt_rows, num_top)
+        self._host_sampler = HostSampler(info.vocab_size) if samples_on_host else None
+        # What the host knows of the slots, for rows that it samples; their tokens come back through token writes.
+        self._host_table = (
+            SlotTable(
+                num_slots=limits.max_num_seqs,
+                max_num_blocks=steps.table.block_tables_SB.shape[1],
+                vocab_size=info.vocab_size,
+            )
+            if samples_on_host
+            else None
+        )
+        self._counters = StepCounters()
+        self._start_seconds = dict(start_seconds or {})
+        self._newest_landing_s = 0.0
+        self._num_launches = 0
+        self._launch_s = 0.0
+        self._launch_max_s = 0.0
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    def warm_up(self) -> None:
+        """Launch once what computes log-probabilities, which no graph holds. Blocks; inside the device's scope."""
+        num_rows = min(self._num_rows, len(self._steps.tokens_S))
+        logits_RV, tokens_R = self._steps.logits_SV[:num_rows], self._steps.tokens_S[:num_rows]
+        self._steps.decoder.logits_of(tokens_R.zero_(), self._steps.activations, logits_RV=logits_RV)
+        for tensors in (self._logprobs, self._prompt_logprobs):
+            tensors.compute(0, 0, logits_RV, tokens_R)
+        self._device.synchronize()
+
+    @torch.inference_mode()
+    def launch(self, plan: BatchPlan) -> CudaFlight:
+        """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued."""
+        started_s = time.perf_counter()
+        faults.hit("runner.launch")
+        watcher = self._watcher_of_loop()
+        flight = CudaFlight(plan.step)
+        try:
+            with self._device.scope():
+                launched = self._enqueue(plan, flight, started_s)
+                event = self._device.record(blocking=watcher.wants_blocking_events)
+        except Exception as error:
+            self._counters.num_failed += 1
+            raise self._device.explain(error) from error
+        self._staging.fence(event)
+        watcher.watch(event, partial(self._land, launched), partial(self._fail, flight), key=self._key(plan))
+        seconds = time.perf_counter() - started_s
+        self._num_launches += 1
+        self._launch_s += seconds
+        self._launch_max_s = max(self._launch_max_s, seconds)
+        return flight
+
+    def statistics(self) -> dict[str, float]:
+        """Totals since the start. A step's time runs from its launch, or the landing before it, to its landing."""
+        figures = self._counters.figures()
+        figures["launches"] = self._num_launches
+        figures["launch_seconds"] = self._launch_s
+        figures["launch_max_ms"] = self._launch_max_s * 1e3
+        figures["weight_bytes"] = self._info.weight_bytes
+        figures["kv_bytes"] = self._kv.num_bytes
+        figures |= {f"start_{part}_seconds": seconds for part, seconds in self._start_seconds.items()}
+        if self._watcher is not None:
+            figures |= self._watcher.statistics()
+        return figures
+
+    async def aclose(self) -> None:
+        """Wait for what is in flight, then let go of the device. Idempotent."""
+        faults.hit("runner.close")
+        self._is_closed = True
+        if self._watcher is not None:
+            await self._watcher.aclose()
+        for watcher in self._old_watchers:
+            watcher.close()
+        if self._host_sampler is not None:
+            await self._host_sampler.aclose()
+
+    def _watcher_of_loop(self) -> Watcher:
+        """The running loop's. A runner that outlives a loop gets a new one on the next."""
+        if self._is_closed:
+            raise DeviceLost("The device is closed.")
+        if self._watcher is None or self._watcher.loop is not asyncio.get_running_loop():
+            if self._watcher is not None:
+                self._old_watchers.append(self._watcher)
+            self._watcher = make_watcher(self._watcher_name)
+        return self._watcher
+
+    # --- launching
+
+    def _key(self, plan: BatchPlan) -> Hashable:
+        return self._steps.size_of(plan) if plan.num_tokens else None
+
+    def _enqueue(self, plan: BatchPlan, flight: CudaFlight, started_s: float) -> _Launched:
+        steps = self._steps
+        faults.hit("runner.forward")
+        differences = Differences.of(plan, self._info.vocab_size, MAX_ADDITIONS)
+        deferred = self._deferred_rows(plan)
+        if differences.num_words > steps.room:
+            self._apply_in_parts(differences)
+            differences = _NO_DIFFERENCES
+        if not plan.num_tokens:
+            self._apply_in_parts(differences)
+            return _Launched(
+                plan=plan, flight=flight, launched_s=started_s, sampling=np.empty(0, np.intp), prompts=(), deferred=None
+            )
+
+        step = steps.step(steps.size_of(plan))
+        words = self._staging.take()
+        words[:2].view(np.int64)[0] = plan.step
+        sampling = step.layout.write(words, plan, steps.nobody)
+        end = differences.write(words, step.layout.end)
+        end, prompts, pieces = self._write_prompt_rows(words, end, plan)
+        self._staging.send(steps.words, end)
+        step.replay()
+
+        index = plan.step % steps.limits.ring_steps
+        num_sequences = len(plan.rows) + len(plan.chunks)
+        if deferred is not None:
+            deferred = self._copy_logits(deferred, sampling, num_sequences)
+        if plan.logprobs_k >= 0:
+            self._logprobs.compute(index, 0, steps.logits_SV[:num_sequences], steps.tokens_S[:num_sequences])
+        for first, rows, targets, num_rows in pieces:
+            logits_PV = steps.logits_SV[:num_rows]
+            steps.decoder.logits_of(steps.words[rows : rows + num_rows], steps.activations, logits_RV=logits_PV)
+            self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
+        self._counters.num_tokens_computed += plan.num_tokens
+        return _Launched(
+            plan=plan, flight=flight, launched_s=started_s, sampling=sampling, prompts=prompts, deferred=deferred
+        )
+
+    def _apply_in_parts(self, differences: Differences) -> None:
+        """Change the slot table ahead of a step, or without one."""
+        for part in differences.parts(self._steps.room):
+            words = self._staging.take()
+            self._staging.send(self._steps.words, part.write(words, HEADER_WORDS))
+            self._steps.apply_words()
+            self._staging.fence(self._device.record())
+
+    def _write_prompt_rows(
+        self, words: Words, end: int, plan: BatchPlan
+    ) -> tuple[int, tuple[tuple[int, int, int, int], ...], list[tuple[int, int, int, int]]]:
+        """Which tokens' log-probabilities chunks ask for, behind everything else.
+
+        Returns the end, ``_Launched.prompts``, and the pieces to compute: first row, place of rows, of targets, number.
+        """
+        prompts, rows, targets = [], [], []
+        row, first = len(plan.rows), 0
+        for index, chunk in enumerate(plan.chunks):
+            if chunk.prompt_logprobs_k is not None:
+                wanted = chunk.tokens[1:] if chunk.last else np.append(chunk.tokens[1:], np.int32(chunk.next_token))
+                prompts.append((index, chunk.prompt_logprobs_k, first, len(wanted)))
+                rows.append(np.arange(row, row + len(wanted)))
+                targets.append(wanted)
+                first += len(wanted)
+            row += len(chunk.tokens)
+        if not first:
+            return end, tuple(prompts), []
+        room = aligned(first)
+        words[end : end + first] = np.concatenate(rows)
+        words[end + room : end + room + first] = np.concatenate(targets)
+        pieces = [
+            (start, end + start, end + room + start, min(self._num_rows, first - start))
+            for start in range(0, first, self._num_rows)
+        ]
+        return end + 2 * room, tuple(prompts), pieces
+
+    def _deferred_rows(self, plan: BatchPlan) -> "_Deferred | None":
+        """What the host's sampler has to know of this plan's deferred rows; the table follows every plan."""
+        table = self._host_table
+        if table is None:
+            if plan.deferred.any():
+                raise ValueError("the plan defers rows to a runner that was made to sample on the device")
+            return None
+        table.apply(plan)
+        rows = np.flatnonzero(plan.deferred)
+        if not len(rows):
+            return None
+        last = [(chunk.slot, chunk.start + len(chunk.tokens) - 1) for chunk in plan.chunks if chunk.last]
+        places = np.concatenate([plan.rows, np.array(last, np.int32).reshape(-1, 2)]).astype(np.int64)[rows]
+        params = table.sampling_rows(places[:, 0], places[:, 1])
+        return _Deferred(rows=rows, sequences=rows, logits_SV=torch.empty(0), params=params)
+
+    def _copy_logits(self, deferred: _Deferred, sampling: NDArray[np.intp], num_sequences: int) -> _Deferred:
+        logits_SV = self._device.pinned(num_sequences, self._info.vocab_size, dtype=torch.float32)
+        logits_SV.copy_(self._steps.logits_SV[:num_sequences], non_blocking=True)
+        return _Deferred(
+            rows=deferred.rows, sequences=sampling[deferred.rows], logits_SV=logits_SV, params=deferred.params
+        )
+
+    # --- landing
+
+    def _land(self, launched: _Launched) -> None:
+        """The step's event has passed."""
+        plan, flight = launched.plan, launched.flight
+        now_s = time.perf_counter()
+        self._counters.times[kind_of(plan)].add(now_s - max(launched.launched_s, self._newest_landing_s))
+        self._newest_landing_s = now_s
+        try:
+            faults.hit("runner.land")
+            here, prompts = self._read(launched)
+            deferred = launched.deferred
+            if deferred is None:
+                flight.land(self._result(plan, here, prompts))
+            else:
+                assert self._host_sampler is not None
+                self._submit(self._host_sampler, launched, deferred, here, prompts)
+        except Exception as error:
+            self._fail(flight, error)
+
+    def _read(self, launched: _Launched) -> tuple[SampledPart, tuple[tuple[int, Logprobs], ...]]:
+        """The result as the device wrote it, all R rows."""
+        plan, sampling = launched.plan, launched.sampling
+        index = plan.step % len(self._ring_NS)
+        numbers, flags, tokens = unpack_words(self._ring_NS[index, sampling])
+        if not (numbers == plan.step & _STEP_MASK).all():
+            raise RuntimeError(f"step {plan.step} has ended without its result words")
+        logprobs = self._logprobs.read(index, sampling, plan.logprobs_k) if plan.logprobs_k >= 0 else None
+        prompts = tuple(
+            (chunk, self._prompt_logprobs.read(index, slice(first, first + num_rows), k))
+            for chunk, k, first, num_rows in launched.prompts
+        )
+        return SampledPart(rows=np.arange(len(tokens)), tokens=tokens, flags=flags, logprobs=logprobs), prompts
+
+    def _submit(
+        self,
+        sampler: HostSampler,
+        launched: _Launched,
+        deferred: _Deferred,
+        here: SampledPart,
+        prompts: Sequence[tuple[int, Logprobs]],
+    ) -> None:
+        """Sample the deferred rows in the host sampler's thread; the flight lands when they are there."""
+        loop, plan, flight = asyncio.get_running_loop(), launched.plan, launched.flight
+        kept = np.setdiff1d(np.arange(len(here.tokens)), deferred.rows)
+        parts = [_rows_of(here, kept)] if len(kept) else []
+
+        def sampled(tokens: SampledTokens) -> None:
+            part = in_row_order([*parts, sampled_part(deferred.rows, deferred.params, tokens)])
+            loop.call_soon_threadsafe(flight.land, self._result(plan, part, prompts))
+
+        def failed(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._fail, flight, error)
+
+        logits_RV = deferred.logits_SV[torch.from_numpy(deferred.sequences)]
+        sampler.submit(logits_RV, deferred.params, plan.logprobs_k, sampled, failed)
+
+    def _result(self, plan: BatchPlan, rows: SampledPart, prompts: Sequence[tuple[int, Logprobs]]) -> BatchResult:
+        self._counters.num_tokens_sampled += len(rows.tokens)
+        return BatchResult(
+            step=plan.step,
+            tokens=rows.tokens[:, None],
+            num_tokens=np.ones(len(rows.tokens), np.int32),
+            flags=rows.flags,
+            logprobs=rows.logprobs,
+            prompt_logprobs=tuple(prompts),
+        )
+
+    def _fail(self, flight: CudaFlight, error: BaseException) -> None:
+        self._counters.num_failed += 1
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__} in the sampler's thread: {error}")
+        flight.fail(error)
+
+
+def _rows_of(part: SampledPart, rows: NDArray[np.intp]) -> SampledPart:
+    logprobs = part.logprobs
+    return SampledPart(
+        rows=part.rows[rows],
+        tokens=part.tokens[rows],
+        flags=part.flags[rows],
+        logprobs=logprobs
+        and Logprobs(
+            token_logprobs=logprobs.token_logprobs[rows],
+            ranks=logprobs.ranks[rows],
+            top_ids=logprobs.top_ids[rows],
+            top_logprobs=logprobs.top_logprobs[rows],
+        ),
+    )

@@ -1,0 +1,204 @@
+"""A CUDA runner from a folder: weights, kernels, memory, graphs, in this order. Nothing of it happens after ready."""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from aserve import faults
+from aserve.core.options import SchedulerOptions
+from aserve.device import memory
+from aserve.device.graphs import CudaDevice
+from aserve.engine.ports import RunnerInfo
+from aserve.errors import ModelError
+from aserve.model.config import ModelConfig
+from aserve.model.cuda_decoder import CudaDecoder
+from aserve.model.cuda_runner import CudaRunner
+from aserve.model.cuda_steps import CudaSteps, StepLimits
+from aserve.model.kernels.compile import compile_variants, variants_of
+from aserve.model.kv_tensors import KVTensors
+from aserve.model.loader import open_weights
+from aserve.model.options import ModelOptions
+
+MAX_NUM_SEQS: Final = 1024
+"""One program ends a step of so many rows at most."""
+
+_UNKNOWN_MODEL_LEN: Final = 2048
+_TRIAL_GRAPHS: Final = 4
+
+
+def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CudaRunner:
+    """As ``runner.load_runner``, for the first CUDA device. Blocks for seconds. Raises ModelError."""
+    faults.hit("runner.load")
+    config = ModelConfig.from_folder(folder)
+    _check(options, scheduler, config)
+    device = CudaDevice()
+    clock = _Stopwatch()
+    budget_bytes = int(device.free_bytes() * options.gpu_memory_utilization)
+    free_before = device.free_bytes()
+    if options.reference:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    dtype = _dtype(options)
+    with torch.inference_mode(), device.scope():
+        try:
+            read = open_weights(
+                folder, config, dtype=dtype, device=device.device, is_dummy=options.load_format == "dummy"
+            )
+            decoder = CudaDecoder(config, read, dtype=dtype, reference=options.reference)
+            trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
+            steps = CudaSteps(
+                decoder,
+                device,
+                StepLimits(
+                    max_num_seqs=scheduler.max_num_seqs,
+                    max_num_tokens=scheduler.max_num_batched_tokens,
+                    max_model_len=min(scheduler.max_model_len or trained_len, trained_len),
+                    block_size=scheduler.block_size,
+                    ring_steps=2 * scheduler.max_inflight,
+                ),
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            raise ModelError(
+                "Too little device memory for the weights and the tensors of a step: lower "
+                "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or take a smaller model."
+            ) from error
+        clock.lap("weights")
+        trial = KVTensors.allocate(
+            decoder.kv_shape, num_blocks=1, block_size=scheduler.block_size, device=device.device
+        )
+        steps.use(trial)
+        _compile(steps)
+        clock.lap("kernels")
+        graph_bytes = _warm_up(steps, device)
+        clock.lap("warm-up")
+        steps.use(None)
+        del trial
+        size = memory.size_device_pool(
+            budget_bytes=budget_bytes,
+            spent_bytes=free_before - device.free_bytes(),
+            graph_bytes=graph_bytes,
+            bytes_per_token=decoder.kv_shape.bytes_per_token,
+            block_size=scheduler.block_size,
+            max_model_len=steps.limits.max_model_len,
+            num_blocks=scheduler.num_blocks,
+            kv_cache_bytes=int(options.kv_cache_gib * memory.GIB),
+        )
+        kv = KVTensors.allocate(
+            decoder.kv_shape, num_blocks=size.num_blocks, block_size=scheduler.block_size, device=device.device
+        )
+        steps.use(kv)
+        steps.capture_all()
+        device.synchronize()
+        clock.lap("graphs")
+        runner = CudaRunner(
+            steps=steps,
+            kv=kv,
+            info=RunnerInfo(
+                model_name=next(iter(options.served_model_name), options.model or folder.name),
+                device=_about(device, dtype, options.reference),
+                vocab_size=config.vocab_size,
+                max_model_len=size.max_model_len,
+                num_blocks=size.num_blocks,
+                block_size=scheduler.block_size,
+                max_num_seqs=scheduler.max_num_seqs,
+                eos_ids=config.eos_ids,
+                weight_bytes=decoder.weight_bytes,
+                kv_bytes_per_token=decoder.kv_shape.bytes_per_token,
+            ),
+            device=device,
+            watcher=options.device_wait,
+            samples_on_host=scheduler.sampler == "host",
+            start_seconds=clock.laps,
+        )
+        runner.warm_up()
+    return runner
+
+
+def _check(options: ModelOptions, scheduler: SchedulerOptions, config: ModelConfig) -> None:
+    if config.decoder is None:
+        raise ModelError(
+            f"This model needs transformers' own code ({config.fallback_reason}), which does not run on a GPU here "
+            "yet: set model.device to cpu."
+        )
+    if options.reference and options.dtype not in ("auto", "float32"):
+        raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
+    if options.quantization != "none":
+        raise ModelError("model.quantization is for CPUs: leave it at none, or set model.device to cpu.")
+    if scheduler.max_num_seqs > MAX_NUM_SEQS:
+        raise ModelError(f"scheduler.max_num_seqs is {scheduler.max_num_seqs}; a GPU runs at most {MAX_NUM_SEQS}.")
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ModelError("scheduler.max_num_batched_tokens must not be less than scheduler.max_num_seqs.")
+
+
+def _dtype(options: ModelOptions) -> torch.dtype:
+    if options.reference:
+        return torch.float32
+    if options.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[options.dtype]
+
+
+def _about(device: CudaDevice, dtype: torch.dtype, reference: bool) -> str:
+    about = f"{device.device} ({device.name}), {str(dtype).removeprefix('torch.')}"
+    return f"{about}, reference" if reference else about
+
+
+def _compile(steps: CudaSteps) -> None:
+    """All kernels of all sizes, in parallel."""
+
+    def run_all() -> None:
+        for run in _runs(steps):
+            run()
+
+    variants = variants_of(run_all)
+    compile_variants(variants, _Progress())
+
+
+def _runs(steps: CudaSteps) -> list[Callable[[], None]]:
+    return [steps.apply, *(partial(steps.run, size) for size in steps.sizes())]
+
+
+def _warm_up(steps: CudaSteps, device: CudaDevice) -> int:
+    """Run every size once, which loads what it needs. Returns what the graphs of all sizes will take, in bytes."""
+    for run in _runs(steps):
+        run()
+    device.synchronize()
+    free_before = device.free_bytes()
+    sizes = steps.sizes()
+    trials = sizes[:: max(1, len(sizes) // _TRIAL_GRAPHS)]
+    for size in trials:
+        steps.capture(size)
+    return max(0, free_before - device.free_bytes()) * len(sizes) // len(trials)
+
+
+class _Stopwatch:
+    """laps: seconds of each part of the start."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._newest_s = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now_s = time.perf_counter()
+        self.laps[name] = now_s - self._newest_s
+        self._newest_s = now_s
+
+
+class _Progress:
+    """One line on a terminal, rewritten; elsewhere a line at the end, and none where nothing was compiled."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._is_terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, of: int) -> None:
+        if self._is_terminal:
+            end = "\n" if done == of else ""
+            sys.stderr.write(f"\raserve: compiling kernels, {done} of {of}{end}")
+        elif done == of:
+            sys.stderr.write(f"aserve: {of} kernels compiled in {time.perf_counter() - self._started_s:.1f} s\n")
+        sys.stderr.flush()

@@ -1,0 +1,203 @@
+"""A CudaRunner on whatever there is: the GPU, or the CPU with Triton's interpreter; and a host that makes its plans."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernel_builders import DEVICE
+from torch import Tensor
+
+from aserve.core.ids import Epoch, Slot, StepNumber
+from aserve.core.plan import BatchPlan, Chunk, Join
+from aserve.core.request import SamplingParams
+from aserve.device.graphs import CudaDevice, StepDevice
+from aserve.engine.ports import RunnerInfo
+from aserve.model.config import ModelConfig
+from aserve.model.cuda_decoder import CudaDecoder
+from aserve.model.cuda_runner import CudaFlight, CudaRunner
+from aserve.model.cuda_steps import CudaSteps, StepLimits
+from aserve.model.kv_tensors import KVTensors
+from aserve.model.loader import open_weights
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class PassedEvent:
+    """Of a device that does everything at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class EagerDevice:
+    """A StepDevice without streams and graphs: kernels run when they are launched, a replay launches them again."""
+
+    device = torch.device("cpu")
+    side = None
+    num_multiprocessors = 2
+
+    def scope(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def record(self, *, blocking: bool = False) -> PassedEvent:
+        return PassedEvent()
+
+    def synchronize(self) -> None: ...
+
+    def explain(self, error: Exception) -> Exception:
+        return error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a runner for tests."""
+
+    max_num_seqs: int = 4
+    max_num_tokens: int = 32
+    max_model_len: int = 64
+    block_size: int = 8
+    num_blocks: int = 40
+
+
+def make_runner(
+    folder: Path,
+    sizes: Sizes | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    reference: bool = False,
+    samples_on_host: bool = False,
+) -> CudaRunner:
+    """All of the cache that no sequence has written is NaN."""
+    sizes = sizes or Sizes()
+    config = ModelConfig.from_folder(folder)
+    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice()
+    with torch.inference_mode(), device.scope():
+        read = open_weights(folder, config, dtype=dtype, device=device.device)
+        decoder = CudaDecoder(config, read, dtype=dtype, reference=reference)
+        limits = StepLimits(
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_tokens=sizes.max_num_tokens,
+            max_model_len=sizes.max_model_len,
+            block_size=sizes.block_size,
+            ring_steps=8,
+        )
+        steps = CudaSteps(decoder, device, limits)
+        kv = KVTensors.allocate(
+            decoder.kv_shape, num_blocks=sizes.num_blocks, block_size=sizes.block_size, device=device.device
+        )
+        kv.poison()
+        steps.use(kv)
+        if DEVICE == "cuda":
+            for size in steps.sizes():
+                steps.run(size)
+        steps.capture_all()
+        device.synchronize()
+        kv.poison()
+    return CudaRunner(
+        steps=steps,
+        kv=kv,
+        info=RunnerInfo(
+            model_name=folder.name,
+            device=str(device.device),
+            vocab_size=config.vocab_size,
+            max_model_len=sizes.max_model_len,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            max_num_seqs=sizes.max_num_seqs,
+        ),
+        device=device,
+        samples_on_host=samples_on_host,
+    )
+
+
+class PlanHost:
+    """Makes plans and launches them: the bookkeeping of a scheduler, as little as the tests need."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self.runner = runner
+        self.size = runner.info.block_size
+        self._steps = itertools.count(1)
+        order = torch.randperm(runner.info.num_blocks, generator=torch.Generator().manual_seed(3)) + 1
+        self.free: list[int] = order.tolist()
+
+    def launch(self, **fields: Any) -> CudaFlight:
+        for name, shape in (("leaves", (-1,)), ("table_writes", (-1, 3)), ("token_writes", (-1, 3)), ("rows", (-1, 2))):
+            if name in fields:
+                fields[name] = np.array(fields[name], np.int32).reshape(shape)
+        return self.runner.launch(BatchPlan(step=StepNumber(next(self._steps)), **fields))
+
+    def table(self, slot: int, num_tokens: int, blocks: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+        """Writes of a table for so many tokens: these blocks first, then fresh ones."""
+        fresh = [self.free.pop() for _ in range(-(-num_tokens // self.size) - len(blocks))]
+        return [(slot, index, block) for index, block in enumerate([*blocks, *fresh])]
+
+    def prefill(
+        self, slot: int, prompt: Sequence[int], *, chunk: int = 64, room: int = 64, **changes: Any
+    ) -> list[CudaFlight]:
+        """Join ``slot`` and compute the prompt in chunks, all launched at once; the last flight samples."""
+        flights = []
+        for start in range(0, len(prompt), chunk):
+            first = {}
+            if not start:
+                first = {"joins": (join(slot, prompt, **changes),), "table_writes": self.table(slot, room)}
+            flights.append(self.launch(chunks=(chunk_of(slot, prompt, start, start + chunk),), **first))
+        return flights
+
+    async def generate(self, slot: int, prompt: Sequence[int], num_tokens: int, **changes: Any) -> list[int]:
+        """Tokens of one sequence, up to six steps ahead of the landings."""
+        flights = self.prefill(slot, prompt, **changes)[-1:]
+        tokens = []
+        for step in range(num_tokens - 1):
+            flights.append(self.launch(rows=[(slot, len(prompt) + step)]))
+            if len(flights) > 6:
+                tokens += tokens_of(await flights.pop(0))
+        for flight in flights:
+            tokens += tokens_of(await flight)
+        return tokens
+
+
+def join(slot: int, prompt: Sequence[int], **changes: Any) -> Join:
+    params = changes.pop("params", GREEDY)
+    fields: dict[str, Any] = {
+        "epoch": Epoch(1),
+        "position": 0,
+        "params": params,
+        "seed": 17 + slot,
+        "stop_ids": (),
+        "min_length": 0,
+        "max_length": 1 << 40,
+        "num_prompt_tokens": len(prompt),
+        "history": np.array(prompt if params.needs_history else [], np.int32),
+    }
+    return Join(slot=Slot(slot), **{**fields, **changes})
+
+
+def chunk_of(slot: int, prompt: Sequence[int], start: int, end: int, k: int | None = None) -> Chunk:
+    end = min(end, len(prompt))
+    last = end == len(prompt)
+    return Chunk(
+        slot=Slot(slot),
+        start=start,
+        tokens=np.array(prompt[start:end], np.int32),
+        last=last,
+        prompt_logprobs_k=k,
+        next_token=-1 if last else prompt[end],
+    )
+
+
+def tokens_of(result: Any) -> list[int]:
+    tokens: list[int] = result.tokens[:, 0].tolist()
+    return tokens
