@@ -473,9 +473,8 @@ class ThreadWatcher(Watcher):
         self._bell = Bell(self.loop)
         self._bell_lock = Lock()  # held to ring and to close: the thread must not ring a descriptor that is another's
         self._jobs: SimpleQueue[_Watched | None] = SimpleQueue()
-        # A daemon: a device that hangs holds it for ever.
-        self._thread = Thread(target=self._work, name="aserve-wait", daemon=True)
-        self._thread.start()
+        # A daemon that nobody joins: a device that hangs holds it for ever.
+        Thread(target=self._work, name="aserve-wait", daemon=True).start()
 
     def _begin(self, watched: _Watched, expected_s: float | None) -> None:
         self._jobs.put(watched)
@@ -500,12 +499,6 @@ class ThreadWatcher(Watcher):
             self._land_oldest()
         else:
             self._lose(error)
-
-    def close(self) -> None:
-        is_idle = not self._out
-        super().close()
-        if is_idle:
-            self._thread.join()  # at once: it waits for a job
 
     def _release(self) -> None:
         self._jobs.put(None)
