@@ -28,10 +28,16 @@ class StartPrefill:
 
 @dataclass(frozen=True, slots=True)
 class DeliverTokens:
-    """The tokens that a landing brought, in row order: (sequence, token, row of ``logprobs``)."""
+    """The tokens that a landing brought, by column and in row order, at least one.
+
+    rows: of ``logprobs``. num_decoded: so many of them come from decode rows, which no sequence's first token does.
+    """
 
     step: StepNumber
-    entries: list[tuple[SequenceId, int, int]]
+    sequences: list[SequenceId]
+    tokens: list[int]
+    rows: list[int]
+    num_decoded: int
     logprobs: Logprobs | None
 
 

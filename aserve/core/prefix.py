@@ -25,6 +25,9 @@ class PrefixEntry:
     salt: str
     block: BlockId
 
+    def holds(self, parent: int, tokens: bytes, salt: str) -> bool:
+        return self.parent == parent and self.tokens == tokens and self.salt == salt
+
 
 class DigestChain:
     """The digests of a sequence's full blocks, whose content never changes: each is computed once."""
@@ -63,15 +66,17 @@ class PrefixTable:
     def find(self, digest: bytes, parent: int, tokens: bytes, salt: str) -> PrefixEntry | None:
         """The entry of exactly this content, or None."""
         entry = self._by_key.get(self._key(digest))
-        if entry is None or entry.parent != parent or entry.tokens != tokens or entry.salt != salt:
-            return None
-        return entry
+        return entry if entry is not None and entry.holds(parent, tokens, salt) else None
 
-    def insert(self, digest: bytes, parent: int, tokens: bytes, salt: str, block: BlockId) -> PrefixEntry | None:
-        """Enter a block; None if its key is taken by other content, in which case the block stays private."""
+    def enter(self, digest: bytes, parent: int, tokens: bytes, salt: str, block: BlockId) -> PrefixEntry | None:
+        """The entry of this content from now on: another block's where there is one, else the new one of ``block``.
+
+        None if the key is taken by other content; ``block`` stays private then, as it does behind another block's entry.
+        """
         key = self._key(digest)
-        if key in self._by_key:
-            return None
+        entry = self._by_key.get(key)
+        if entry is not None:
+            return entry if entry.holds(parent, tokens, salt) else None
         entry = PrefixEntry(key, self._next_id, parent, tokens, salt, block)
         self._next_id += 1
         self._by_key[key] = self._by_block[block] = entry

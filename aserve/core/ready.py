@@ -26,6 +26,7 @@ class ReadyQueue:
         self._options = options
         self._rows_ahead = rows_ahead
         self._sequences: list[Sequence] = []
+        self._newcomers: list[Sequence] = []  # pushed, and not seen to have gone on from prefilling since
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -35,6 +36,7 @@ class ReadyQueue:
 
     def push(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=_order)
+        self._newcomers.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         index = bisect_left(self._sequences, sequence.order, key=_order)
@@ -45,13 +47,16 @@ class ReadyQueue:
         """Slots that may have a decode row now: fewer rows unlanded than allowed ahead, and not at a length end."""
         book = self._slots
         eligible = book.decoding & (book.num_unlanded < self._rows_ahead) & (book.position < book.end_position)
-        return np.flatnonzero(eligible)
+        return eligible.nonzero()[0]
 
     def num_prefill_left(self, sequence: Sequence) -> int:
         return sequence.goal - int(self._slots.position[sequence.slot])
 
     def prefilling(self) -> list[Sequence]:
-        return [sequence for sequence in self._sequences if sequence.state is SequenceState.PREFILLING]
+        """In any order."""
+        if self._newcomers:
+            self._newcomers = [each for each in self._newcomers if each.state is SequenceState.PREFILLING]
+        return self._newcomers
 
     def is_long(self, num_tokens: int) -> bool:
         return num_tokens > self._options.long_prefill_threshold

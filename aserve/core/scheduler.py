@@ -6,6 +6,7 @@ the oldest step in flight brought.
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ MAX_PREEMPTIONS = 3
 """After so many preemptions a sequence is admitted only where it can run to its end."""
 
 _EMPTY = np.empty(0, np.int32)
+_NO_WRITES = np.empty((0, 3), np.int32)
 
 
 class Scheduler:
@@ -194,20 +196,20 @@ class Scheduler:
         chunk_sequences = [sequence for sequence, _ in picked]
         rows += [sequence for sequence, chunk in zip(chunk_sequences, chunks, strict=True) if chunk.last]
         last_slots = [chunk.slot for chunk in chunks if chunk.last]
-        row_slots = np.concatenate((slots.astype(np.int32), np.array(last_slots, np.int32)))
+        decode_rows = np.empty((len(slots), 2), np.int32)
+        decode_rows[:, 0], decode_rows[:, 1] = slots, positions
+        row_slots = np.concatenate((decode_rows[:, 0], np.array(last_slots, np.int32)))
         on_host = self.options.sampler == "host"
         plan = BatchPlan(
             step=step,
             leaves=np.array(self._leaves, np.int32),
             joins=tuple(joins),
             table_writes=np.array(table_writes, np.int32).reshape(-1, 3),
-            token_writes=np.stack((slots, positions, self.slots.last_token[slots]), axis=1).astype(np.int32)
-            if on_host
-            else np.empty((0, 3), np.int32),
-            rows=np.stack((slots, positions), axis=1).astype(np.int32),
+            token_writes=np.column_stack((decode_rows, self.slots.last_token[slots])) if on_host else _NO_WRITES,
+            rows=decode_rows,
             chunks=tuple(chunks),
             deferred=np.full(len(rows), on_host, np.bool_),
-            logprobs_k=int(self.slots.logprobs_k[row_slots].max(initial=-1)),
+            logprobs_k=int(self.slots.logprobs_k[row_slots].max(initial=-1)) if self.slots.num_with_logprobs else -1,
         )
         self._leaves.clear()
         self._newest_step = step
@@ -344,7 +346,7 @@ class Scheduler:
         a long prompt while enough long ones prefill; and one too large for the blocks at hand, until it has been passed
         over for ``prefill_ageing_steps`` steps.
         """
-        if not len(self.waiting):
+        if not len(self.waiting) or not self.slots.num_free:
             return
         size = self.options.block_size
         writers = [sequence for sequence in self.ready if sequence.num_published < sequence.goal // size]
@@ -448,30 +450,30 @@ class Scheduler:
         self.counters.num_wasted_rows += len(slots) - int(alive.sum())
 
         finishes: list[Finish] = []
-        entries: list[tuple[SequenceId, int, int]] = []
+        # nonzero, not flatnonzero, whose wrappers cost eight times as much where there are few rows.
+        for row in (alive & verdicts.is_last).nonzero()[0].tolist():
+            sequence = step.rows[row]
+            finish = verdicts.finish(row, sequence, int(tokens[row]))
+            finishes.append(finish)
+            if finish.reason is FinishReason.ERROR or not sequence.spec.params.max_tokens:
+                alive[row] = False  # its token does not count
+        accepted = alive.nonzero()[0]
+        if not len(accepted):
+            return finishes
+        slots, tokens = slots[accepted], tokens[accepted]
+        book.length[slots] += 1
+        book.last_token[slots] = tokens
         # Lists, since a numpy scalar costs more to look at than all else that most rows need.
-        is_last = verdicts.is_last.tolist()
-        values = tokens.tolist()
-        for row in np.flatnonzero(alive).tolist():
-            sequence, token = step.rows[row], values[row]
-            if is_last[row]:
-                finish = verdicts.finish(row, sequence, token)
-                finishes.append(finish)
-                if finish.reason is FinishReason.ERROR or not sequence.spec.params.max_tokens:
-                    continue
-            sequence.output.append(token)
-            entries.append((sequence.id, token, row))
-        accepted = np.array([row for _, _, row in entries], np.intp)
-        book.length[slots[accepted]] += 1
-        book.last_token[slots[accepted]] = tokens[accepted]
-        full = slots[accepted][book.num_computed[slots[accepted]] % self.options.block_size == 0]
-        for slot in full.tolist():
-            owner = book.owner[slot]
-            assert owner is not None
-            self.sharing.publish(owner)
-        if entries:
-            self.counters.num_generated_tokens += len(entries)
-            actions.append(DeliverTokens(result.step, entries, result.logprobs))
+        rows, values = accepted.tolist(), tokens.tolist()
+        for row, token in zip(rows, values, strict=True):
+            step.rows[row].output.append(token)
+        for row in accepted[book.num_computed[slots] % self.options.block_size == 0].tolist():
+            self.sharing.publish(step.rows[row])
+        self.counters.num_generated_tokens += len(rows)
+        num_decoded = bisect_left(rows, len(step.plan.rows))
+        actions.append(
+            DeliverTokens(result.step, book.ident[slots].tolist(), values, rows, num_decoded, result.logprobs)
+        )
         return finishes
 
     def _deliver_prompt_logprobs(

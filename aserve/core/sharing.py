@@ -80,7 +80,5 @@ class PrefixSharing:
                 continue
             content = self._content(sequence, index)
             digest = sequence.chain.digest(index, content)
-            entry = self._ledger.prefix.find(digest, sequence.prefix_tip, content, sequence.salt)
-            if entry is None:
-                entry = self._ledger.prefix.insert(digest, sequence.prefix_tip, content, sequence.salt, block)
+            entry = self._ledger.prefix.enter(digest, sequence.prefix_tip, content, sequence.salt, block)
             sequence.prefix_tip = entry.prefix_id if entry is not None else None

@@ -21,7 +21,8 @@ class SlotBook:
     less than length. last_step: the newest step that lists the slot. capacity: tokens that its blocks hold.
     num_unlanded: sampling rows in flight. length: accepted tokens, prompt included. end_position: the first position
     that must not be launched, since the row before it samples the last allowed token. decoding: whether decode rows may
-    be launched. live: bound and not finished.
+    be launched. live: bound and not finished. ident: the owner's id. stop_ids: [stop id, slot], -1 beyond the slot's
+    own; rows from ``num_stop_rows`` on are empty. num_with_logprobs: bound slots that want logprobs.
     """
 
     def __init__(self, max_num_seqs: int, story: Story) -> None:
@@ -45,7 +46,11 @@ class SlotBook:
         self.max_length = np.zeros(max_num_seqs, np.int32)
         self.last_token = np.zeros(max_num_seqs, np.int32)
         self.logprobs_k = np.full(max_num_seqs, -1, np.int32)
-        self.stop_ids = np.full((max_num_seqs, MAX_STOP_IDS), -1, np.int32)
+        self.ident = np.zeros(max_num_seqs, np.int64)
+        self.num_with_logprobs = 0
+        # The short axis first: a landing compares along the long one, and only the rows that somebody filled.
+        self.stop_ids = np.full((MAX_STOP_IDS, max_num_seqs), -1, np.int32)
+        self.num_stop_rows = 0
 
     @property
     def num_free(self) -> int:
@@ -74,9 +79,12 @@ class SlotBook:
         self.min_length[slot] = sequence.num_prompt + params.min_tokens
         self.max_length[slot] = sequence.max_length
         self.end_position[slot] = sequence.max_length - 1
+        self.ident[slot] = sequence.id
         self.logprobs_k[slot] = -1 if params.logprobs is None else params.logprobs
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(params.stop_token_ids)] = params.stop_token_ids
+        self.num_with_logprobs += params.logprobs is not None
+        self.stop_ids[:, slot] = -1
+        self.stop_ids[: len(params.stop_token_ids), slot] = params.stop_token_ids
+        self.num_stop_rows = max(self.num_stop_rows, len(params.stop_token_ids))
         return slot
 
     def epoch_of(self, slot: Slot) -> Epoch:
@@ -86,6 +94,7 @@ class SlotBook:
         """bound -> retiring, and on to free if the newest step that lists it has landed already. Returns that step."""
         self._move(slot, SlotMove.RETIRE)
         self.owner[slot] = None
+        self.num_with_logprobs -= bool(self.logprobs_k[slot] >= 0)
         self.live[slot] = False
         self.decoding[slot] = False
         last_step = StepNumber(int(self.last_step[slot]))

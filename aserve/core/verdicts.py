@@ -42,9 +42,11 @@ class Verdicts:
 def judge(book: SlotBook, slots: NDArray[np.int32], result: BatchResult, vocab_size: int) -> Verdicts:
     """Verdicts on a landing's rows, of which row r belongs to ``slots[r]``. Rows of dead slots are judged too."""
     tokens, length = result.tokens[:, 0], book.length[slots]
-    is_stop = (book.stop_ids[slots] == tokens[:, None]).any(axis=1) & (length >= book.min_length[slots])
+    is_stop = np.logical_or.reduce(book.stop_ids[: book.num_stop_rows, slots] == tokens)
+    is_stop &= length >= book.min_length[slots]
     is_end = length + 1 >= book.max_length[slots]
-    is_bad = ((result.flags & FLAG_INVALID) != 0) | (tokens < 0) | (tokens >= vocab_size)
+    # Without a sign a negative token is a large one.
+    is_bad = ((result.flags & FLAG_INVALID) != 0) | (tokens.view(np.uint32) >= vocab_size)
     disagrees = ((result.flags & FLAG_DONE) != 0) != (is_stop | is_end)
     return Verdicts(
         is_stop=is_stop,

@@ -5,6 +5,7 @@ stream's deltas are never reordered. ``Choice.end`` is the one way in which a ch
 """
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ class Choice:
 
     is_first: the first child of its prompt, which counts for prompt usage. stop_ids: eos_ids and the client's own.
     held, held_logprobs: tokens whose text has not been sent yet (half a character, a possible stop string): they travel
-    with the delta that carries it, so that tokens and text of a delta belong together. is_queued: a token of it went
-    through the queue, so no later one may go past that.
+    with the delta that carries it, so that tokens and text of a delta belong together. is_plain: its deltas carry text
+    and tokens only. is_queued: its first token went through the queue, so no later one may go past that.
     """
 
     sequence: SequenceId
@@ -41,6 +42,7 @@ class Choice:
     matcher: StopMatcher | None
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
+    is_plain: bool
     num_output: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -84,6 +86,10 @@ class Deliverer:
         self._clock = clock
         self._parcels: deque[Parcel] = deque()
         self._has_parcels = asyncio.Event()
+        self._num_since_turn = 0
+        # Streams of one landing got their last token in one landing, so nearly all gaps are the same number.
+        self._gap_s = 0.0
+        self._num_gaps = 0
 
     @property
     def num_queued(self) -> int:
@@ -97,25 +103,38 @@ class Deliverer:
     def take_first_tokens(self, parcel: DeliverTokens) -> DeliverTokens | None:
         """Deliver at once the rows that are their choice's first token, up to a slice; returns the other rows, if any.
 
-        A choice without a token has nothing queued before it but its start, so this overtakes nothing.
+        A choice without a token has nothing queued before it but its start, so this overtakes nothing. The parcel is
+        the caller's no more.
         """
-        rest: list[tuple[SequenceId, int, int]] = []
+        firsts = range(parcel.num_decoded, len(parcel.sequences))
+        if not firsts:
+            return parcel
+        now = self._clock()
+        kept = list(range(parcel.num_decoded))
         num_left = self._slice_size
-        for sequence, token, row in parcel.entries:
-            choice = self.choices.get(sequence)
+        for index in firsts:
+            choice = self.choices.get(parcel.sequences[index])
             if choice is None:
                 continue
             if num_left and choice.num_output == 0 and not choice.is_queued:
                 num_left -= 1
-                self._deliver(choice, token, row, parcel.logprobs, self._clock())
+                self._deliver(choice, parcel.tokens[index], parcel.rows[index], parcel.logprobs, now)
             else:
                 choice.is_queued = True
-                rest.append((sequence, token, row))
-        return DeliverTokens(parcel.step, rest, parcel.logprobs) if rest else None
+                kept.append(index)
+        if not kept:
+            return None
+        return DeliverTokens(
+            parcel.step,
+            [parcel.sequences[index] for index in kept],
+            [parcel.tokens[index] for index in kept],
+            [parcel.rows[index] for index in kept],
+            parcel.num_decoded,
+            parcel.logprobs,
+        )
 
     async def run(self) -> None:
         """Deliver for ever; a slice at a time, with a turn for the loop in between. Cancel to stop."""
-        num_since_turn = 0
         while True:
             await self._has_parcels.wait()
             hit("deliver.push")
@@ -123,21 +142,37 @@ class Deliverer:
             if not self._parcels:
                 self._has_parcels.clear()
             if isinstance(parcel, DeliverTokens):
-                now = self._clock()
-                for sequence, token, row in parcel.entries:
-                    choice = self.choices.get(sequence)
-                    if choice is not None:
-                        self._deliver(choice, token, row, parcel.logprobs, now)
-                    num_since_turn += 1
-                    if num_since_turn >= self._slice_size:
-                        num_since_turn = 0
-                        await asyncio.sleep(0)
+                await self._deliver_tokens(parcel)
             else:
                 self.deliver_now(parcel)
-                num_since_turn += 1
-                if num_since_turn >= self._slice_size:
-                    num_since_turn = 0
-                    await asyncio.sleep(0)
+                self._num_since_turn += 1
+                if self._num_since_turn >= self._slice_size:
+                    await self._give_turn()
+
+    async def _deliver_tokens(self, parcel: DeliverTokens) -> None:
+        now, logprobs, choices = self._clock(), parcel.logprobs, self.choices
+        entries = zip(parcel.sequences, parcel.tokens, parcel.rows, strict=True)
+        num_left = len(parcel.sequences)
+        while num_left:
+            num_now = min(num_left, self._slice_size - self._num_since_turn)
+            for sequence, token, row in itertools.islice(entries, num_now):
+                choice = choices.get(sequence)
+                if choice is not None:
+                    self._deliver(choice, token, row, logprobs, now)
+            num_left -= num_now
+            self._num_since_turn += num_now
+            if self._num_since_turn >= self._slice_size:
+                await self._give_turn()
+        self._flush_gaps()
+
+    async def _give_turn(self) -> None:
+        self._num_since_turn = 0
+        await asyncio.sleep(0)
+
+    def _flush_gaps(self) -> None:
+        if self._num_gaps:
+            self._observer.inter_token(self._gap_s, self._num_gaps)
+            self._num_gaps = 0
 
     def deliver_now(self, parcel: StartPrefill | DeliverPromptLogprobs | Finish) -> None:
         choice = self.choices.get(parcel.sequence)
@@ -171,44 +206,51 @@ class Deliverer:
 
     def _deliver(self, choice: Choice, token: int, row: int, logprobs: Logprobs | None, now: float) -> None:
         """One token: into text, past the stop strings, into the stream's mailbox."""
-        request, timings = choice.request, choice.stream.timings
-        if choice.num_output == 0:
-            choice.first_token_s = now
-            if timings.first_token_s is None:
-                timings.first_token_s = now
-            self._observer.first_token(now - timings.submitted_s)
+        choice.num_output = num_output = choice.num_output + 1
+        if num_output == 1:
+            self._note_first(choice, now)
+        elif (gap_s := now - choice.last_token_s) == self._gap_s:
+            self._num_gaps += 1
         else:
-            self._observer.inter_token(now - choice.last_token_s)
-        choice.last_token_s = timings.last_token_s = now
-        choice.num_output += 1
+            self._flush_gaps()
+            self._gap_s, self._num_gaps = gap_s, 1
+        choice.last_token_s = now
         choice.stream.usage.completion_tokens += 1
         choice.held.append(token)
+        request = choice.request
         params = request.params
         if logprobs is not None and params.logprobs is not None:
             choice.held_logprobs.append(_logprob(logprobs, row, token, params.logprobs))
-        if token in choice.stop_ids and choice.num_output > params.min_tokens:
+        if token in choice.stop_ids and num_output > params.min_tokens:
             if not request.include_stop_str_in_output:
                 return  # it counts, but it is not text; its Finish is next in line
         try:
             text = choice.decoder.push(token)
         except BaseException as error:  # native code that panics raises no Exception
-            self._on_stop(choice.sequence, choice.num_output - 1)
+            self._on_stop(choice.sequence, num_output - 1)
             self.end(choice, FinishReason.ERROR, error=f"A token could not be made into text: {error}", text="")
             return
-        if choice.matcher is not None and choice.num_output >= params.min_tokens:
+        if choice.matcher is not None and num_output >= params.min_tokens:
             result = choice.matcher.push(text)
             if result.matched is not None:
-                self._on_stop(choice.sequence, choice.num_output - 1)
+                self._on_stop(choice.sequence, num_output - 1)
                 self.end(choice, FinishReason.STOP, result.matched, None, text=result.text)
                 return
             text = result.text
-        if text or choice.num_output == 1:
+        if text or num_output == 1:
             self._put(choice, text)
+
+    def _note_first(self, choice: Choice, now: float) -> None:
+        timings = choice.stream.timings
+        choice.first_token_s = now
+        if timings.first_token_s is None:
+            timings.first_token_s = now
+        self._observer.first_token(now - timings.submitted_s)
 
     def _put(self, choice: Choice, text: str) -> None:
         tokens = tuple(choice.held)
         choice.held.clear()
-        if choice.request.params.logprobs is None and choice.prompt_logprobs is None:
+        if choice.is_plain:
             choice.stream.put(Delta(index=choice.index, text=text, tokens=tokens, num_output=choice.num_output))
             return
         logprobs = None
@@ -243,6 +285,9 @@ class Deliverer:
             return
         choice.has_ended = True
         del self.choices[choice.sequence]
+        if choice.num_output:
+            timings = choice.stream.timings
+            timings.last_token_s = max(timings.last_token_s or 0.0, choice.last_token_s)
         if text is None:
             text = choice.decoder.finish()
             if choice.matcher is not None:

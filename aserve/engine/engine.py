@@ -317,6 +317,7 @@ class Engine:
                 matcher=StopMatcher(request.stop, include=request.include_stop_str_in_output) if request.stop else None,
                 eos_ids=eos_ids,
                 stop_ids=stop_ids,
+                is_plain=request.params.logprobs is None and request.params.prompt_logprobs is None,
             )
             self.scheduler.handle(events.SequenceSubmitted(spec), now)
         self._launcher.wake()

@@ -8,6 +8,7 @@ On SIGTERM it prints one line of JSON: CPU seconds, tokens, CPU per token, and w
 import argparse
 import asyncio
 import json
+import resource
 import signal
 import sys
 import time
@@ -118,10 +119,11 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
     sys.stdout.write(f"ready at http://127.0.0.1:{port}\n")
     sys.stdout.flush()
     sampler.start()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s, start_cpu_s, start_kernel_s = time.perf_counter(), time.process_time(), _kernel_s()
     await stopped.wait()
     sampler.stop()
     cpu_s, wall_s = time.process_time() - start_cpu_s, time.perf_counter() - start_s
+    kernel_s = _kernel_s() - start_kernel_s
     await watch.aclose()
     statistics, lag = engine.statistics(), watch.statistics()
     await server.aclose()
@@ -136,9 +138,14 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         "wall_s": round(wall_s, 3),
         "cpu_s": round(cpu_s, 3),
         "us_per_token": round(us_per_token, 2),
+        "us_per_token_in_kernel": round(kernel_s / max(num_tokens, 1) * 1e6, 2),
         "us_per_token_by_stage": {stage: round(share * us_per_token, 2) for stage, share in shares.items()},
         "loop_lag_ms": {"p50": round(lag.p50_ms, 2), "p99": round(lag.p99_ms, 2), "max": round(lag.max_ms, 2)},
     }
+
+
+def _kernel_s() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
 
 def main() -> int:

@@ -307,8 +307,8 @@ class World:
                 self._launch(plan)
             case StartPrefill(ident):
                 self.told[ident].starts.append(action)
-            case DeliverTokens(_, entries):
-                for ident, token, _ in entries:
+            case DeliverTokens(_, sequences, tokens):
+                for ident, token in zip(sequences, tokens, strict=True):
                     assert self.told[ident].finish is None, f"sequence {ident} got a token after its end"
                     self.told[ident].output.append(token)
             case DeliverPromptLogprobs(ident, first, logprobs):

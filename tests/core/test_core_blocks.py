@@ -18,7 +18,7 @@ def published(ledger: BlockLedger, tokens: bytes | None = b"tokens", *, parent: 
     [block] = ledger.allocate(1)
     ledger.publish(block)
     if tokens is not None:
-        ledger.prefix.insert(tokens.ljust(32, b"\0"), parent, tokens, "", block)
+        ledger.prefix.enter(tokens.ljust(32, b"\0"), parent, tokens, "", block)
     return block
 
 
@@ -158,7 +158,7 @@ def test_a_flush_forgets_all_and_takes_nothing_from_users(ledger):
 
 
 def entry(table: PrefixTable, tokens: bytes, block: int, *, parent: int = ROOT, salt: str = "") -> PrefixEntry | None:
-    return table.insert(tokens.ljust(32, b"\0"), parent, tokens, salt, BlockId(block))
+    return table.enter(tokens.ljust(32, b"\0"), parent, tokens, salt, BlockId(block))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_hit_compares_all_content(tokens, parent, salt):
     """With one bit of hash half of all keys collide: the same key and other tokens, parent or salt is no hit."""
     table = PrefixTable(hash_bits=1)
     digest = bytes(32)
-    table.insert(digest, ROOT, b"tokens", "", BlockId(1))
+    table.enter(digest, ROOT, b"tokens", "", BlockId(1))
 
     assert table.find(digest, ROOT, b"tokens", "").block == 1
     assert table.find(digest, parent, tokens, salt) is None

@@ -119,7 +119,7 @@ def ledger_with_block_in(state: BlockState) -> tuple[BlockLedger, BlockId]:
     [block] = ledger.allocate(1)
     if state in (BlockState.READONLY, BlockState.CACHED):
         ledger.publish(block)
-        prefix.insert(b"digest", ROOT, b"tokens", "", block)
+        prefix.enter(b"digest", ROOT, b"tokens", "", block)
     if state in (BlockState.CACHED, BlockState.PENDING):
         ledger.release(block, NEWEST)
     assert ledger.state(block) is state
