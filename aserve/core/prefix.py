@@ -71,7 +71,7 @@ class PrefixTable:
     def enter(self, digest: bytes, parent: int, tokens: bytes, salt: str, block: BlockId) -> PrefixEntry | None:
         """The entry of this content from now on: another block's where there is one, else the new one of ``block``.
 
-        None if the key is taken by other content; ``block`` stays private then, as it does behind another block's entry.
+        None if the key is taken by other content; ``block`` stays private then, as behind another block's entry.
         """
         key = self._key(digest)
         entry = self._by_key.get(key)
