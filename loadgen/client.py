@@ -5,25 +5,39 @@ The clock and the way to connect are parameters, so that tests run on scripted t
 """
 
 import asyncio
+import os
+import socket
 import ssl
+from base64 import b64encode
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
-from loadgen import __version__
-from loadgen.errors import UsageError
-from loadgen.exchange import Exchange, Ticket
-from loadgen.sample import ErrorKind, Sample
+from loadgen import __version__, ws_parser
+from loadgen.errors import UsageError, WireError
+from loadgen.exchange import Exchange, HttpExchange, SocketExchange, Ticket
+from loadgen.http_parser import ResponseParser
+from loadgen.sample import ErrorKind
 from loadgen.work import Endpoint
+from loadgen.ws_parser import FrameParser, Opcode
 
 Clock = Callable[[], float]
 
 BODY_END_TIMEOUT_S = 1.0
-"""After [DONE] the body must end within this, or the connection is not used again."""
+"""After the last event the body must end within this, or the connection is not used again."""
+LEAVE_AT_ONCE_S = 0.005
+"""What leaves just after the send gives the server so long to have read the request."""
+SLOW_BUFFER_BYTES = 4096
+"""Of a slow reader's socket: what it does not read soon waits at the server."""
 
-_PATHS: dict[Endpoint, str] = {"chat": "/chat/completions", "completions": "/completions"}
+_PATHS: dict[Endpoint, str] = {
+    "chat": "/chat/completions",
+    "completions": "/completions",
+    "responses": "/responses",
+    "responses-ws": "/responses",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +50,40 @@ class Target:
     path: str
     headers: Mapping[str, str] = field(repr=False)
 
+    @property
+    def authority(self) -> str:
+        """Host and port as in a URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def origin(self) -> str:
+        """The URL up to the path."""
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}"
+
+    @property
+    def base_path(self) -> str:
+        """The path up to and with its ``/v1``."""
+        return self.path[: self.path.rindex("/v1") + 3]
+
     def request(self, body: bytes) -> bytes:
         """Return the bytes of a POST of ``body``."""
-        return self._head() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        fields = {"Accept": "text/event-stream, application/json", "Content-Type": "application/json"}
+        return self._head("POST", fields) + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
-    def _head(self) -> bytes:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+    def upgrade(self, key: bytes) -> bytes:
+        """Return the bytes of a websocket's opening handshake."""
         fields = {
-            "Host": f"{host}:{self.port}",
-            "User-Agent": f"loadgen/{__version__}",
-            "Accept": "text/event-stream",
-            "Content-Type": "application/json",
-            **self.headers,
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": key.decode(),
         }
-        lines = [f"POST {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        return self._head("GET", fields) + b"\r\n"
+
+    def _head(self, method: str, more: Mapping[str, str]) -> bytes:
+        fields = {"Host": self.authority, "User-Agent": f"loadgen/{__version__}", **more, **self.headers}
+        lines = [f"{method} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
         return ("\r\n".join(lines) + "\r\n").encode("latin-1")
 
 
@@ -88,11 +122,17 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._over: asyncio.Future[None] | None = None
         self._body_end_timer: asyncio.TimerHandle | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The request that is out."""
+        return self._exchange
 
     async def send(self, request: bytes, exchange: Exchange, *, connect_s: float | None, timeout_s: float) -> None:
         """Send ``request`` and return when ``exchange`` is over, which is within ``timeout_s`` and a second.
@@ -103,20 +143,22 @@ class Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._exchange = exchange
         self._over = loop.create_future()
-        timer = loop.call_later(timeout_s, self.fail, ErrorKind.TIMEOUT, f"not ended after {timeout_s:g} s")
+        timers = [loop.call_later(timeout_s, self.fail, ErrorKind.TIMEOUT, f"not ended after {timeout_s:g} s")]
+        if exchange.ticket.behaviour.abort_after_tokens == 0:
+            timers.append(loop.call_later(LEAVE_AT_ONCE_S, self._leave))
         try:
             exchange.begin(self._clock(), connect_s=connect_s)
-            self._transport.write(request)
+            self._transport.write(self._encode(request))
             await self._over
         finally:
-            timer.cancel()
-            if self._body_end_timer is not None:
-                self._body_end_timer.cancel()
-                self._body_end_timer = None
+            for timer in (*timers, self._body_end_timer, self._pause_timer):
+                if timer is not None:
+                    timer.cancel()
+            self._body_end_timer = self._pause_timer = None
             if not exchange.is_over:
                 exchange.fail(ErrorKind.INTERRUPTED, "interrupted", self._clock())
             self._exchange = None
-            if not exchange.can_reuse_connection:
+            if not exchange.can_reuse_connection or exchange.ticket.behaviour.is_on_new_connection:
                 self._transport.abort()
 
     def fail(self, kind: ErrorKind, detail: str) -> None:
@@ -146,8 +188,10 @@ class Connection(asyncio.Protocol):
             self._wake()
         elif exchange.is_ended and self._body_end_timer is None:
             self._body_end_timer = asyncio.get_running_loop().call_later(
-                BODY_END_TIMEOUT_S, self.fail, ErrorKind.CUT, "the body did not end after [DONE]"
+                BODY_END_TIMEOUT_S, self.fail, ErrorKind.CUT, "the body did not end after its last event"
             )
+        elif exchange.ticket.behaviour.read_bytes_per_s is not None:
+            self._rest(len(data) / exchange.ticket.behaviour.read_bytes_per_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone."""
@@ -155,26 +199,150 @@ class Connection(asyncio.Protocol):
             self._exchange.feed_eof(self._clock(), str(exc) if exc else "")
             self._wake()
 
+    def _encode(self, request: bytes) -> bytes:
+        return request
+
+    def _leave(self) -> None:
+        if self._exchange is not None:
+            self._exchange.leave(self._clock())
+            self._wake()
+
+    def _rest(self, seconds: float) -> None:
+        assert self._transport is not None
+        self._transport.pause_reading()
+        self._pause_timer = asyncio.get_running_loop().call_later(seconds, self._transport.resume_reading)
+
     def _wake(self) -> None:
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
+
+
+class SocketConnection(Connection):
+    """A websocket: an opening handshake, then frames both ways. Pings are answered, also between requests."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._key = b64encode(os.urandom(16))
+        self._handshake: ResponseParser | None = ResponseParser(accepts_upgrade=True)
+        self._opened: asyncio.Future[None] | None = None
+        self._frames = FrameParser()
+
+    async def open(self, target: Target) -> None:
+        """Make the handshake. Raises HandshakeError where the server refuses it, OSError where it goes away."""
+        assert self._transport is not None
+        self._opened = asyncio.get_running_loop().create_future()
+        self._transport.write(target.upgrade(self._key))
+        await self._opened
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come; the time is taken first."""
+        now_s = self._clock()
+        if self._handshake is not None:
+            data = self._shake(self._handshake, data)
+        try:
+            messages = self._frames.feed(data)
+        except WireError as error:
+            self.fail(ErrorKind.PROTOCOL, str(error))
+            self.close()
+            return
+        exchange = self._exchange
+        for opcode, payload in messages:
+            if opcode is Opcode.TEXT or opcode is Opcode.BINARY:
+                if exchange is not None:  # else of a request that was given up
+                    exchange.feed(payload, now_s)
+                    if exchange.is_over:
+                        self._wake()
+                        exchange = None
+            elif opcode is Opcode.PING:
+                self._write_frame(Opcode.PONG, payload)
+            elif opcode is Opcode.CLOSE:
+                reason = payload[2:].decode("utf-8", "replace")
+                code = int.from_bytes(payload[:2]) if payload else 1005
+                self.fail(ErrorKind.CUT, f"the server closed the websocket: {code} {reason}".rstrip())
+                self.close()
+                return
+        if exchange is not None and messages and exchange.ticket.behaviour.read_bytes_per_s is not None:
+            self._rest(len(data) / exchange.ticket.behaviour.read_bytes_per_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone."""
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(exc or ConnectionResetError("closed during the websocket's handshake"))
+        super().connection_lost(exc)
+
+    def _shake(self, handshake: ResponseParser, data: bytes) -> bytes:
+        """Read the answer to the handshake and return the bytes after it."""
+        assert self._opened is not None and not self._opened.done()
+        try:
+            rest = handshake.feed(data)
+        except WireError as error:
+            self._opened.set_exception(HandshakeError(0, str(error)))
+            self.close()
+            return b""
+        if handshake.status == 0:
+            return b""
+        if handshake.status != 101:
+            self._opened.set_exception(HandshakeError(handshake.status, rest[:500].decode("utf-8", "replace")))
+            self.close()
+            return b""
+        if handshake.headers.get("sec-websocket-accept") != ws_parser.accept_of(self._key):
+            self._opened.set_exception(HandshakeError(101, "the server's Sec-WebSocket-Accept is not our key's"))
+            self.close()
+            return b""
+        self._handshake = None
+        self._opened.set_result(None)
+        return rest
+
+    def _encode(self, request: bytes) -> bytes:
+        return ws_parser.client_frame(Opcode.TEXT, request, os.urandom(4))
+
+    def _write_frame(self, opcode: Opcode, payload: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(ws_parser.client_frame(opcode, payload, os.urandom(4)))
+
+
+class HandshakeError(Exception):
+    """The server answered the websocket's handshake with another status than 101."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"the websocket's handshake was answered with {status}: {detail}".rstrip(": "))
+        self.status = status
 
 
 class Connect(Protocol):
     """Opens a socket for the protocol that the factory makes; raises OSError where it cannot."""
 
     def __call__(
-        self, protocol_factory: Callable[[], Connection], /
+        self, protocol_factory: Callable[[], Connection], /, *, is_slow: bool = False
     ) -> Coroutine[Any, Any, tuple[Any, Connection]]: ...
 
 
 def connector(target: Target) -> Connect:
-    """Return the way to a target's TCP port, through TLS where its URL says https."""
+    """Return the way to a target's TCP port, through TLS where its URL says https.
+
+    A slow reader's socket gets a small receive buffer, which has to be set before it connects.
+    """
     context = ssl.create_default_context() if target.is_tls else None
 
-    def connect(protocol_factory: Callable[[], Connection], /) -> Coroutine[Any, Any, tuple[Any, Connection]]:
+    async def connect(
+        protocol_factory: Callable[[], Connection], /, *, is_slow: bool = False
+    ) -> tuple[Any, Connection]:
         loop = asyncio.get_running_loop()
-        return loop.create_connection(protocol_factory, target.host, target.port, ssl=context)
+        if not is_slow:
+            return await loop.create_connection(protocol_factory, target.host, target.port, ssl=context)
+        family, kind, protocol, _, address = (
+            await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER_BYTES)
+            await loop.sock_connect(sock, address)
+            name = target.host if context is not None else None
+            return await loop.create_connection(protocol_factory, sock=sock, ssl=context, server_hostname=name)
+        except BaseException:
+            sock.close()
+            raise
 
     return connect
 
@@ -198,6 +366,7 @@ class Client:
     ) -> None:
         self._target = target
         self._endpoint = endpoint
+        self._is_websocket = endpoint == "responses-ws"
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
@@ -206,32 +375,70 @@ class Client:
         self._busy: set[Connection] = set()
         self._is_interrupted = False
 
-    async def send(self, body: bytes, ticket: Ticket, *, origin_s: float) -> Sample:
-        """Send one request and return its record, which also holds every failure of the server or the network.
+    @property
+    def num_events_out(self) -> int:
+        """Content events so far of the requests that are out."""
+        return sum(c.exchange.num_events for c in self._busy if c.exchange is not None)
+
+    async def send(self, body: bytes, ticket: Ticket, *, origin_s: float) -> Exchange:
+        """Send one request and return its exchange when it is over; that also records every failure of the server or
+        the network.
 
         A request whose kept connection the server was just closing never reached it; it is sent once more, on a new
         connection, and its record says so.
         """
-        request = self._target.request(body)
-        connection = self._take_idle()
+        behaviour = ticket.behaviour
+        request = body if self._is_websocket else self._target.request(body)
+        needs_new = behaviour.is_on_new_connection or behaviour.read_bytes_per_s is not None
+        connection = None if needs_new else self._take_idle()
         if connection is not None:
-            exchange = Exchange(ticket, self._endpoint, origin_s=origin_s)
+            exchange = self._new_exchange(ticket, origin_s, is_resent=False)
             await self._exchange(connection, request, exchange, connect_s=None)
-            sample = exchange.sample()
-            if sample.error is not ErrorKind.DISCONNECT:
-                return sample
-        exchange = Exchange(ticket, self._endpoint, origin_s=origin_s, is_resent=connection is not None)
+            if not exchange.was_disconnected:
+                return exchange
+        exchange = self._new_exchange(ticket, origin_s, is_resent=connection is not None)
         began_s = self._clock()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._connect(lambda: Connection(self._clock))
+                connection = await self._open(is_slow=behaviour.read_bytes_per_s is not None)
         except TimeoutError:
             exchange.fail(ErrorKind.CONNECT, f"not connected after {self._connect_timeout_s:g} s", self._clock())
         except OSError as error:
             exchange.fail(ErrorKind.CONNECT, error.strerror or str(error), self._clock())
+        except HandshakeError as error:
+            exchange.fail(ErrorKind.HANDSHAKE, str(error), self._clock())
         else:
             await self._exchange(connection, request, exchange, connect_s=self._clock() - began_s)
-        return exchange.sample()
+        return exchange
+
+    def interrupt(self) -> None:
+        """End every request that is out or still connecting, as interrupted, and every later one."""
+        self._is_interrupted = True
+        for connection in list(self._busy):
+            connection.fail(ErrorKind.INTERRUPTED, "interrupted")
+
+    async def aclose(self) -> None:
+        """Close all connections and let the loop forget them."""
+        for connection in [*self._idle, *self._busy]:
+            connection.close()
+        self._idle.clear()
+        await asyncio.sleep(0)
+
+    def _new_exchange(self, ticket: Ticket, origin_s: float, *, is_resent: bool) -> Exchange:
+        kind = SocketExchange if self._is_websocket else HttpExchange
+        return kind(ticket, self._endpoint, origin_s=origin_s, is_resent=is_resent)
+
+    async def _open(self, *, is_slow: bool) -> Connection:
+        if not self._is_websocket:
+            return (await self._connect(lambda: Connection(self._clock), is_slow=is_slow))[1]
+        socket_connection = SocketConnection(self._clock)
+        await self._connect(lambda: socket_connection, is_slow=is_slow)
+        try:
+            await socket_connection.open(self._target)
+        except BaseException:
+            socket_connection.close()
+            raise
+        return socket_connection
 
     async def _exchange(
         self, connection: Connection, request: bytes, exchange: Exchange, *, connect_s: float | None
@@ -246,19 +453,6 @@ class Client:
             self._busy.discard(connection)
             if connection.is_open:
                 self._idle.append(connection)
-
-    def interrupt(self) -> None:
-        """End every request that is out or still connecting, as interrupted, and every later one."""
-        self._is_interrupted = True
-        for connection in list(self._busy):
-            connection.fail(ErrorKind.INTERRUPTED, "interrupted")
-
-    async def aclose(self) -> None:
-        """Close all connections and let the loop forget them."""
-        for connection in [*self._idle, *self._busy]:
-            connection.close()
-        self._idle.clear()
-        await asyncio.sleep(0)
 
     def _take_idle(self) -> Connection | None:
         while self._idle:

@@ -32,11 +32,13 @@ class ResponseParser:
 
     ``status`` is 0 and ``headers`` empty until the head is whole; header names are lower case, values stripped, the
     last of equal names wins. ``keep_alive`` says whether the connection may carry another request once ``is_complete``.
+    After an upgrade that was asked for, the body is what the other protocol begins with.
     """
 
-    __slots__ = ("_buffer", "_remaining", "_state", "headers", "keep_alive", "status")
+    __slots__ = ("_accepts_upgrade", "_buffer", "_remaining", "_state", "headers", "keep_alive", "status")
 
-    def __init__(self) -> None:
+    def __init__(self, *, accepts_upgrade: bool = False) -> None:
+        self._accepts_upgrade = accepts_upgrade
         self.status = 0
         self.headers: dict[str, str] = {}
         self.keep_alive = False
@@ -132,9 +134,9 @@ class ResponseParser:
         if match is None:
             raise WireError(f"not an HTTP/1.1 answer: {status_line[:80]!r}")
         status = int(match[2])
-        if status < 200:
-            if status == 101:
-                raise WireError("an upgrade that was not asked for")
+        if status == 101 and not self._accepts_upgrade:
+            raise WireError("an upgrade that was not asked for")
+        if status < 200 and status != 101:
             return  # an interim answer; the real one follows
         for line in lines:
             name, colon, value = line.partition(b":")
@@ -151,7 +153,9 @@ class ResponseParser:
     def _begin_body(self) -> None:
         coding = self.headers.get("transfer-encoding", "").lower()
         length = self.headers.get("content-length")
-        if coding:
+        if self.status == 101:
+            self._state = _State.UNTIL_EOF
+        elif coding:
             if coding != "chunked":
                 raise WireError(f"a transfer coding of {coding}")
             self._state = _State.CHUNK_SIZE

@@ -2,12 +2,47 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from loadgen.arrivals import Arrivals, ClosedLoop
 from loadgen.client import Target
 from loadgen.errors import UsageError
-from loadgen.work import BodyTemplate, PromptSource
+from loadgen.lengths import Calibration
+from loadgen.work import BodyTemplate, History, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What a request has to keep to be a good one; limits that are None do not bind.
+
+    TTFT and E2E count from the intended time: a user waits in the queue too.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __bool__(self) -> bool:
+        return not (self.ttft_ms is self.tpot_ms is self.e2e_ms is None)
+
+
+NO_SLO = Slo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What a figure of the run has to keep, or the command fails; ``figure`` is a name of ``figures.flat``."""
+
+    figure: str
+    relation: Literal["<", ">"]
+    bound: float
+
+    def is_kept_by(self, value: float) -> bool:
+        """Whether a value is on the right side."""
+        return value < self.bound if self.relation == "<" else value > self.bound
+
+    def __str__(self) -> str:
+        return f"{self.figure} {self.relation} {self.bound:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +51,13 @@ class RunOptions:
 
     target: Target
     template: BodyTemplate
-    prompts: PromptSource = field(repr=False)
+    source: Source = field(repr=False)
     arrivals: Arrivals
-    num_requests: int | None = None  # at least one of the two bounds is set; the first one reached ends the sending
+    name: str = ""  # of the scenario
+    history: History = "served"
+    unmeasured_parts: frozenset[str] = frozenset()  # of a mixture; they are in no figure but their own
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)  # measured, by language
+    num_requests: int | None = None  # arrivals; at least one of the two bounds is set, the first one reached ends them
     duration_s: float | None = None
     num_warmup_requests: int = 0  # sent and ended before the start, in no figure
     warmup_s: float = 0.0  # from the start; what is due in it is in no latency figure
@@ -28,6 +67,8 @@ class RunOptions:
     max_inflight: int = 1024  # requests out at once, over all processes
     num_processes: int = 1
     seed: int = 0
+    slo: Slo = NO_SLO
+    limits: tuple[Limit, ...] = ()
     labels: Mapping[str, Any] = field(default_factory=dict)  # written into the JSON as they are
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """What a run leaves behind: plain values, sent between processes and read by metrics and report."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from loadgen.options import RunOptions
 from loadgen.sample import Sample
@@ -16,7 +17,7 @@ class DriverResult:
 
     process: int
     samples: list[Sample]
-    num_held_back: int  # requests of a schedule that waited for others to end (max_inflight)
+    num_held_back: int  # requests that waited for others to end (max_inflight)
     wall_s: float
     cpu_s: float
     loop_lag_s: "array[float]"
@@ -25,10 +26,14 @@ class DriverResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Everything that was measured. ``started_at`` is Unix time; ``samples`` are in the order of their indices."""
+    """Everything that was measured. ``started_at`` is Unix time; ``samples`` are in the order of index and turn.
+
+    ``server_queue`` is what the server's own metrics said of its queue in this time, empty where they say nothing.
+    """
 
     options: RunOptions
     started_at: float
     loop_name: str
     samples: list[Sample]
     drivers: list[DriverResult]
+    server_queue: Mapping[str, float] = field(default_factory=dict)

@@ -18,7 +18,8 @@ from multiprocessing.process import BaseProcess
 from time import perf_counter, time
 from typing import Any
 
-from loadgen.driver import Driver
+from loadgen import probe
+from loadgen.driver import Driver, Progress
 from loadgen.errors import LoadgenError
 from loadgen.options import RunOptions
 from loadgen.result import DriverResult, RunResult
@@ -27,21 +28,27 @@ START_DELAY_S = 0.05
 """From the parent's word to the common start: time for the word to arrive everywhere."""
 
 
-def run(options: RunOptions) -> RunResult:
+Tell = Callable[[Progress], None]
+
+
+def run(options: RunOptions, *, tell: Tell | None = None) -> RunResult:
     """Make a run and return when its last request has ended. SIGINT ends it early, with what there is.
 
-    Blocks. Raises LoadgenError when a process of several dies.
+    ``tell`` hears twice a second how each process is getting on. Blocks. Raises LoadgenError when a process of several
+    dies.
     """
     started_at = time()
     _raise_file_limit(options.max_inflight)
-    drivers = [_run_here(options, 0, None)] if options.num_processes == 1 else _run_children(options)
-    samples = sorted((s for driver in drivers for s in driver.samples), key=lambda s: s.index)
+    before = probe.queue_histogram(options.target)
+    drivers = [_run_here(options, 0, None, tell)] if options.num_processes == 1 else _run_children(options, tell)
+    samples = sorted((s for driver in drivers for s in driver.samples), key=lambda s: (s.index, s.turn))
     return RunResult(
         options=options,
         started_at=started_at,
         loop_name=loop_factory().__module__.partition(".")[0],
         samples=samples,
         drivers=drivers,
+        server_queue=probe.queue_between(before, None if before is None else probe.queue_histogram(options.target)),
     )
 
 
@@ -54,7 +61,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-def _run_here(options: RunOptions, process: int, pipe: "Pipe[Any, Any] | None") -> DriverResult:
+def _run_here(options: RunOptions, process: int, pipe: "Pipe[Any, Any] | None", tell: Tell | None) -> DriverResult:
     async def agree_start() -> float:
         if pipe is None:
             return perf_counter()
@@ -63,7 +70,7 @@ def _run_here(options: RunOptions, process: int, pipe: "Pipe[Any, Any] | None") 
         return start_s
 
     async def main() -> DriverResult:
-        driver = Driver(options, process, agree_start=agree_start)
+        driver = Driver(options, process, agree_start=agree_start, tell=tell)
         with _on_sigint(driver.interrupt):
             return await driver.run()
 
@@ -85,24 +92,26 @@ def _on_sigint(handler: Callable[[], None]) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _run_children(options: RunOptions) -> list[DriverResult]:
+def _run_children(options: RunOptions, tell: Tell | None) -> list[DriverResult]:
     # Spawned, not forked: a fork would copy whatever threads and loops the caller has.
     context = get_context("spawn")
     children: list[tuple[BaseProcess, Pipe[Any, Any]]] = []
     try:
         for process in range(options.num_processes):
             ours, theirs = context.Pipe()
-            child: BaseProcess = context.Process(target=_child_main, args=(options, process, theirs), daemon=True)
+            child: BaseProcess = context.Process(
+                target=_child_main, args=(options, process, theirs, tell is not None), daemon=True
+            )
             child.start()
             theirs.close()
             children.append((child, ours))
         pipes = [pipe for _, pipe in children]
         with _forwarding_sigint([child for child, _ in children]):
-            _receive_all(pipes)
+            _receive_all(pipes, tell)
             start_s = perf_counter() + START_DELAY_S
             for pipe in pipes:
                 pipe.send(start_s)
-            return _receive_all(pipes)
+            return _receive_all(pipes, tell)
     finally:
         for child, pipe in children:
             pipe.close()
@@ -134,21 +143,25 @@ def _forwarding_sigint(children: list[BaseProcess]) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _child_main(options: RunOptions, process: int, pipe: "Pipe[Any, Any]") -> None:
+def _child_main(options: RunOptions, process: int, pipe: "Pipe[Any, Any]", tells: bool) -> None:
     with pipe:
-        pipe.send(_run_here(options, process, pipe))
+        pipe.send(_run_here(options, process, pipe, pipe.send if tells else None))
 
 
-def _receive_all(pipes: "list[Pipe[Any, Any]]") -> list[Any]:
-    """Return one message of each pipe, in their order."""
+def _receive_all(pipes: "list[Pipe[Any, Any]]", tell: Tell | None) -> list[Any]:
+    """Return one message of each pipe, in their order; what they tell of their progress is passed on meanwhile."""
     received: dict[int, Any] = {}
     while len(received) < len(pipes):
         for ready in wait([pipe for number, pipe in enumerate(pipes) if number not in received]):
             number = next(i for i, pipe in enumerate(pipes) if pipe is ready)
             try:
-                received[number] = pipes[number].recv()
+                message = pipes[number].recv()
             except EOFError as error:
                 raise LoadgenError(f"process {number} of {len(pipes)} died; its message is above") from error
+            if not isinstance(message, Progress):
+                received[number] = message
+            elif tell is not None:
+                tell(message)
     return [received[number] for number in range(len(pipes))]
 
 

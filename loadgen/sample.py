@@ -9,11 +9,12 @@ class ErrorKind(StrEnum):
     """Why a request failed. A refusal is told apart further by its status (see ``Sample.error_name``)."""
 
     CONNECT = "connect"  # no connection within the connect timeout
+    HANDSHAKE = "handshake"  # a websocket was refused
     DISCONNECT = "disconnect"  # the connection ended before a byte of the answer
-    HTTP = "http"  # a status other than 200
-    PROTOCOL = "protocol"  # bytes that are not HTTP/1.1, or not an event stream
+    HTTP = "http"  # another status than was expected
+    PROTOCOL = "protocol"  # bytes that are not HTTP/1.1, not a websocket's frames, or not an event stream
     ERROR_EVENT = "error_event"  # a fault reported inside the stream
-    CUT = "cut"  # the stream ended without [DONE]
+    CUT = "cut"  # the stream ended without its last event
     TIMEOUT = "timeout"
     INTERRUPTED = "interrupted"  # by the user
 
@@ -33,6 +34,7 @@ class Answer:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
+    queue_ms: float | None = None  # spent in the server's queue, where its headers say so
     num_bytes: int = 0
 
     @property
@@ -48,20 +50,25 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One request. Times in seconds count from the start of the run, so that processes compare.
+    """One request: turn ``turn`` of arrival ``index``. Times in seconds count from the start of the run, so that
+    processes compare.
 
-    ``intended_s`` is when it was due: by the schedule, or in a closed loop when its user became free. ``lag_s`` is how
-    much later than possible this program woke for it, ``connect_s`` what a new connection took (None on a kept one).
+    ``intended_s`` is when it was due: by the schedule, in a closed loop when its user became free, or in a session when
+    the user had thought. ``lag_s`` is how much later this program woke for it, ``connect_s`` what a new connection took
+    (None on a kept one). ``part`` names its part of a mixture; ``is_aborted`` says that we left, as we were told to.
     ``sent_s`` is when its bytes were written, None if it came to none of that. ``is_resent`` marks a request that was
     sent twice, since the server was closing the kept connection that it first went to; ``sent_s`` is the second time.
     """
 
     index: int
+    turn: int
     process: int
+    part: str
     intended_s: float
     lag_s: float
     connect_s: float | None
     is_resent: bool
+    is_aborted: bool
     sent_s: float | None
     end_s: float
     status: int
@@ -71,7 +78,7 @@ class Sample:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the answer came whole."""
+        """Whether the answer came whole, or as far as it was wanted."""
         return self.error is None
 
     @property

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import uvloop
 
-from loadgen import metrics, report, runner
+from loadgen import metrics, report, runner, ws_parser
 from loadgen.arrivals import ClosedLoop
 from loadgen.client import parse_target
+from loadgen.lengths import Fixed
 from loadgen.options import RunOptions
 from loadgen.work import BodyTemplate, RandomWords
 
@@ -48,24 +49,50 @@ def last(num_tokens: int) -> bytes:
     return finish + chunk(TEMPLATE % (b"{}", b"null", usage)) + chunk(b"[DONE]") + b"0\r\n\r\n"
 
 
+def frame(payload: bytes) -> bytes:
+    """One message of a websocket."""
+    return ws_parser.server_frame(ws_parser.Opcode.TEXT, payload)
+
+
+WS_TOKEN = frame(
+    b'{"type":"response.output_text.delta","sequence_number":123,"item_id":"msg_0123456789abcdef","output_index":0,'
+    b'"content_index":0,"delta":" token","logprobs":[]}'
+)
+WS_FIRST = frame(b'{"type":"response.created","response":{"id":"resp_1","status":"in_progress"}}') + WS_TOKEN
+
+
+def ws_last(num_tokens: int) -> bytes:
+    """What ends an answer of so many tokens on a websocket."""
+    usage = b'{"input_tokens":16,"output_tokens":%d,"total_tokens":%d}' % (num_tokens, num_tokens + 16)
+    return frame(b'{"type":"response.completed","response":{"status":"completed","usage":%b}}' % usage)
+
+
 class Streams(asyncio.Protocol):
     """A connection that streams an answer to whatever comes."""
 
     def __init__(self, active: "dict[asyncio.Transport, int]") -> None:
         self._active = active
+        self._is_websocket = False
 
     def connection_made(self, transport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if data.startswith(b"POST"):
+        if self._is_websocket or data.startswith(b"POST"):
             self._active[self._transport] = 0
+        elif b"Sec-WebSocket-Key: " in data:
+            self._is_websocket = True
+            accept = ws_parser.accept_of(data.partition(b"Sec-WebSocket-Key: ")[2].partition(b"\r\n")[0])
+            head = f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {accept}\r\n\r\n"
+            self._transport.write(b"HTTP/1.1 101 Switching Protocols\r\n" + head.encode())
+        else:  # the look at /metrics
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._active.pop(self._transport, None)
 
 
-def serve(pipe: Pipe, num_tokens: int, tick_s: float) -> None:
+def serve(pipe: Pipe, num_tokens: int, tick_s: float, is_websocket: bool) -> None:
     """Write a token to each stream at each tick until the pipe says to stop; then send CPU and wall time."""
 
     async def main() -> None:
@@ -74,10 +101,11 @@ def serve(pipe: Pipe, num_tokens: int, tick_s: float) -> None:
         server = await loop.create_server(lambda: Streams(active), "127.0.0.1", 0)
         pipe.send(server.sockets[0].getsockname()[1])
         due_s = perf_counter()
-        ending = last(num_tokens)
+        token, first = (WS_TOKEN, WS_FIRST) if is_websocket else (TOKEN, FIRST)
+        ending = ws_last(num_tokens) if is_websocket else last(num_tokens)
         while not pipe.poll():
             for transport, count in list(active.items()):
-                transport.write(TOKEN if count else FIRST)
+                transport.write(token if count else first)
                 active[transport] = count + 1
                 if count + 1 == num_tokens:
                     del active[transport]
@@ -97,19 +125,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--endpoint", choices=("chat", "responses-ws"), default="chat")
     arguments = parser.parse_args()
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     tick_s = arguments.streams / arguments.pace if arguments.pace else 0.0
-    stub = context.Process(target=serve, args=(theirs, arguments.max_tokens, tick_s), daemon=True)
+    stub = context.Process(
+        target=serve, args=(theirs, arguments.max_tokens, tick_s, arguments.endpoint == "responses-ws"), daemon=True
+    )
     stub.start()
     options = RunOptions(
-        target=parse_target(f"http://127.0.0.1:{ours.recv()}", "chat", api_key=None, headers={}),
-        template=BodyTemplate(
-            model="stub", endpoint="chat", max_tokens=arguments.max_tokens, temperature=0.0, extra={}
-        ),
-        prompts=RandomWords(num_words=16),
+        target=parse_target(f"http://127.0.0.1:{ours.recv()}", arguments.endpoint, api_key=None, headers={}),
+        template=BodyTemplate(model="stub", endpoint=arguments.endpoint, max_tokens=arguments.max_tokens),
+        source=RandomWords(lengths=Fixed(value=16)),
         arrivals=ClosedLoop(concurrency=arguments.streams),
         duration_s=arguments.seconds,
         num_processes=arguments.processes,

@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loadgen.alarm import LoopAlarm
 from loadgen.arrivals import Arrivals, ClosedLoop
 from loadgen.client import Connection, Target, parse_target
 from loadgen.driver import Driver
+from loadgen.lengths import Fixed
 from loadgen.options import RunOptions
 from loadgen.result import DriverResult, RunResult
 from loadgen.sample import Answer, ErrorKind, Sample
@@ -102,7 +104,9 @@ class ScriptedServer:
         self.num_out = 0
         self.num_out_max = 0
 
-    async def connect(self, protocol_factory: Callable[[], Connection], /) -> tuple[Any, Connection]:
+    async def connect(
+        self, protocol_factory: Callable[[], Connection], /, *, is_slow: bool = False
+    ) -> tuple[Any, Connection]:
         self.num_connections += 1
         protocol = protocol_factory()
         transport = _MemoryTransport(self, protocol)
@@ -167,7 +171,7 @@ def options(arrivals: Arrivals | None = None, *, target: Target = DEFAULT_TARGET
     return RunOptions(
         target=target,
         template=fields.pop("template", template),
-        prompts=fields.pop("prompts", RandomWords(num_words=4)),
+        source=fields.pop("source", RandomWords(lengths=Fixed(value=4))),
         arrivals=arrivals or ClosedLoop(concurrency=1),
         **fields,
     )
@@ -186,7 +190,14 @@ def run_virtual(
                 loop.call_later(interrupt_after_s, driver.interrupt)
             return loop.time()
 
-        driver = Driver(run, process, agree_start=agree_start, clock=loop.time, connect=server.connect)
+        driver = Driver(
+            run,
+            process,
+            agree_start=agree_start,
+            clock=loop.time,
+            connect=server.connect,
+            alarm=lambda clock: LoopAlarm(),
+        )
         return await driver.run()
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -195,7 +206,7 @@ def run_virtual(
 
 def result_of(run: RunOptions, drivers: list[DriverResult]) -> RunResult:
     """Put drivers' results together."""
-    samples = sorted((s for d in drivers for s in d.samples), key=lambda s: s.index)
+    samples = sorted((s for d in drivers for s in d.samples), key=lambda s: (s.index, s.turn))
     return RunResult(options=run, started_at=0.0, loop_name="virtual", samples=samples, drivers=drivers)
 
 
@@ -232,7 +243,8 @@ def sample(
     """A request's record, of one that succeeded unless told otherwise."""
     return Sample(
         **(
-            {"index": 0, "process": 0, "lag_s": 0.0, "connect_s": None, "is_resent": False, "status": 200, "detail": ""}
+            {"index": 0, "turn": 0, "process": 0, "part": "", "lag_s": 0.0, "connect_s": None}
+            | {"is_resent": False, "is_aborted": False, "status": 200, "detail": ""}
             | fields
         ),
         intended_s=intended_s,
@@ -269,7 +281,10 @@ async def loopback_server(handler: Handler) -> Any:
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+                if head.startswith(b"GET"):  # the look at /metrics
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                    continue
                 heads.append(head)
                 bodies.append(json.loads(await reader.readexactly(length)))
                 await handler(writer)

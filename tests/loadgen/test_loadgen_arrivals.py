@@ -1,22 +1,23 @@
 """When requests are due."""
 
+from array import array
 from itertools import islice, pairwise
 from math import exp
 from statistics import fmean, pstdev
 
 import pytest
 
-from loadgen.arrivals import ClosedLoop, Poisson, share
+from loadgen.arrivals import Bursts, ClosedLoop, Constant, Gamma, Poisson, Ramp, Recorded, due_s, share
 
 
-def gaps(due_s):
-    return [b - a for a, b in pairwise([0.0, *due_s])]
+def gaps(times_s):
+    return [b - a for a, b in pairwise([0.0, *times_s])]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_poisson_gaps_are_exponential(seed):
     """Mean, spread, shape and independence of 20,000 gaps are those of an exponential, within five standard errors."""
-    waits = gaps(Poisson(rate=50.0).due_s(seed=seed, num_requests=20_000, duration_s=None))
+    waits = gaps(due_s(Poisson(rate=50.0), seed=seed, num_requests=20_000))
 
     mean = fmean(waits)
     distance = max(abs((i + 1) / 20_000 - (1 - exp(-50 * w))) for i, w in enumerate(sorted(waits)))
@@ -27,9 +28,54 @@ def test_poisson_gaps_are_exponential(seed):
     assert abs(correlation) < 5 / 20_000**0.5
 
 
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gamma_gaps_have_the_mean_of_the_rate_and_the_spread_of_the_burstiness(burstiness):
+    """The mean is 1 / rate, and the squared spread over it is 1 / burstiness, within five standard errors or so."""
+    waits = gaps(due_s(Gamma(rate=20, burstiness=burstiness), seed=1, num_requests=40_000))
+
+    mean = fmean(waits)
+    assert mean == pytest.approx(1 / 20, rel=5 * (1 / burstiness) ** 0.5 / 200)
+    assert (pstdev(waits) / mean) ** 2 == pytest.approx(1 / burstiness, rel=0.12)
+
+
+def test_constant_arrivals_are_even():
+    """Every gap is the period, and the first is at 0."""
+    assert due_s(Constant(rate=4), seed=0, num_requests=4).tolist() == [0.0, 0.25, 0.5, 0.75]
+
+
+def test_bursts_come_together():
+    """So many at the same moment, then nothing for a while."""
+    assert due_s(Bursts(size=3, every_s=2), seed=0, num_requests=7).tolist() == [0, 0, 0, 2, 2, 2, 4]
+
+
+@pytest.mark.parametrize(("rate_from", "rate_to"), [(0.0, 100.0), (100.0, 10.0), (50.0, 50.0)])
+def test_a_ramp_has_the_rate_of_its_moment(rate_from, rate_to):
+    """In each second of the ramp and after it come about as many as the line says, within five standard deviations."""
+    times_s = due_s(Ramp(rate_from=rate_from, rate_to=rate_to, over_s=10), seed=2, duration_s=15)
+
+    for second in range(15):
+        middle = min(second + 0.5, 10)
+        expected = rate_from + (rate_to - rate_from) * middle / 10
+        assert abs(sum(second <= at < second + 1 for at in times_s) - expected) < 5 * expected**0.5
+
+
+def test_a_recorded_schedule_ends_with_its_trace():
+    """A trace's own times are the due times, and no more of them."""
+    recorded = Recorded(recorded_s=array("d", [0.0, 0.5, 3.0]))
+
+    assert due_s(recorded, seed=0, num_requests=100).tolist() == [0.0, 0.5, 3.0]
+
+
+def test_the_users_of_a_ramp_begin_one_after_another():
+    """The first user begins at once, the last one just before the end of the ramp."""
+    loop = ClosedLoop(concurrency=4, ramp_s=8)
+
+    assert [loop.begin_s(slot) for slot in range(4)] == [0, 2, 4, 6]
+
+
 def test_schedule_repeats_by_seed():
     """The seed alone decides the due times."""
-    first, again, other = (Poisson(rate=9).due_s(seed=s, num_requests=50, duration_s=None) for s in (1, 1, 2))
+    first, again, other = (due_s(Poisson(rate=9), seed=s, num_requests=50) for s in (1, 1, 2))
 
     assert first == again
     assert first != other
@@ -37,8 +83,8 @@ def test_schedule_repeats_by_seed():
 
 def test_schedule_ends_at_the_first_bound():
     """Of a number and a duration the one reached first ends the schedule, and both give the same times before."""
-    by_number = Poisson(rate=100).due_s(seed=3, num_requests=50, duration_s=None)
-    by_time = Poisson(rate=100).due_s(seed=3, num_requests=1000, duration_s=0.2)
+    by_number = due_s(Poisson(rate=100), seed=3, num_requests=50)
+    by_time = due_s(Poisson(rate=100), seed=3, num_requests=1000, duration_s=0.2)
 
     assert len(by_number) == 50
     assert max(by_time) < 0.2
@@ -48,11 +94,11 @@ def test_schedule_ends_at_the_first_bound():
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
 def test_shares_of_a_schedule_make_the_whole(num_processes):
     """All processes together send each request once, at its time."""
-    due_s = Poisson(rate=10).due_s(seed=0, num_requests=100, duration_s=None)
+    times_s = due_s(Poisson(rate=10), seed=0, num_requests=100)
 
-    shares = [pair for process in range(num_processes) for pair in share(due_s, process, num_processes)]
+    shares = [pair for process in range(num_processes) for pair in share(times_s, process, num_processes)]
 
-    assert sorted(shares) == list(enumerate(due_s))
+    assert sorted(shares) == list(enumerate(times_s))
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])

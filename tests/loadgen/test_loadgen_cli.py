@@ -164,7 +164,7 @@ print("loaded:", sorted({"asyncio", "multiprocessing", "uvloop", "orjson", "ssl"
 def test_only_the_wire_is_shared():
     """The package imports nothing of the server it measures, and nothing but the two optional packages."""
     imported = set()
-    for file in PACKAGE.glob("*.py"):
+    for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}

@@ -18,10 +18,8 @@ async def send(base_url, *, num_requests=1, headers=None, timeout_s=5.0):
     target = parse_target(base_url, "chat", api_key="sk-1", headers=headers or {})
     client = Client(target, "chat", timeout_s=timeout_s, connect_timeout_s=5.0)
     try:
-        return [
-            await client.send(b"{}", Ticket(index=i, process=0, intended_s=0.0, lag_s=0.0), origin_s=0.0)
-            for i in range(num_requests)
-        ]
+        tickets = [Ticket(index=i, process=0, intended_s=0.0, lag_s=0.0) for i in range(num_requests)]
+        return [(await client.send(b"{}", ticket, origin_s=0.0)).sample() for ticket in tickets]
     finally:
         await client.aclose()
 

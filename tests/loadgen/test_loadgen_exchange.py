@@ -5,8 +5,8 @@ import json
 import pytest
 from loadgen_stub import END, HEAD, chunk, content, event, finish, stream
 
-from loadgen.answer import AnswerReader, message_of
-from loadgen.exchange import Exchange, Ticket
+from loadgen.answer import READERS, message_of
+from loadgen.exchange import HttpExchange, Ticket
 from loadgen.sample import ErrorKind
 
 
@@ -16,7 +16,7 @@ def payload(fields):
 
 def read(*events, endpoint="chat"):
     """What a reader makes of events that come a millisecond apart."""
-    reader = AnswerReader(endpoint)
+    reader = READERS[endpoint]()
     for number, data in enumerate(events, 1):
         reader.read(data, number * 1_000_000)
     return reader, reader.answer(first_byte_ns=None, num_bytes=0)
@@ -129,7 +129,7 @@ def test_a_plain_message_of_a_refusal():
 
 def exchange(*reads, eof_s=None):
     """A request due at second 10, sent at 12, whose answer is read in the given (time, bytes) pieces."""
-    made = Exchange(Ticket(index=0, process=0, intended_s=10.0, lag_s=0.0), "chat", origin_s=100.0)
+    made = HttpExchange(Ticket(index=0, process=0, intended_s=10.0, lag_s=0.0), "chat", origin_s=100.0)
     made.begin(112.0, connect_s=None)
     for at_s, data in reads:
         made.feed(data, 112.0 + at_s)
@@ -150,8 +150,8 @@ UNBOUNDED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
         ([], ("disconnect", "closed before an answer")),
         ([(1, HEAD)], ("cut", "the connection ended inside the answer")),
         ([(1, HEAD + chunk(content()))], ("cut", "the connection ended inside the answer")),
-        ([(1, HEAD + chunk(content()) + END)], ("cut", "the body ended without [DONE]")),
-        ([(1, UNBOUNDED + content())], ("cut", "the body ended without [DONE]")),
+        ([(1, HEAD + chunk(content()) + END)], ("cut", "the body ended without its last event")),
+        ([(1, UNBOUNDED + content())], ("cut", "the body ended without its last event")),
         ([(1, HEAD + chunk(content() + event({"error": {"message": "boom"}})))], ("error_event", "boom")),
         ([(1, REFUSAL)], ("http_429", "too busy!")),
         ([(1, BARE)], ("http_502", "oops")),

@@ -78,7 +78,7 @@ def test_inter_token_latency_is_given_only_where_it_is_known(read, count):
     """Gaps between events are not passed off as gaps between tokens."""
     summary = summary_of(sample(read))
 
-    assert summary.inter_event_ms.count == 2
+    assert summary.inter_chunk_ms.count == 2
     assert (summary.inter_token_ms.count if summary.inter_token_ms else None) == count
 
 
@@ -109,7 +109,7 @@ def test_warm_up_and_cool_down_are_cut_off():
     )
 
     assert (summary.num_ok, summary.num_measured) == (3, 1)
-    assert summary.inter_event_ms.max == 100
+    assert summary.inter_chunk_ms.max == 100
     assert summary.throughput.window_s == 6.0
     assert summary.throughput.requests_per_s == pytest.approx(1 / 6)
     assert summary.throughput.output_tokens_per_s == pytest.approx((6 * 2 + 2) / 6)
