@@ -42,6 +42,10 @@ class StepDevice(Protocol):
         """What launches ``run``'s kernels again, as one. They have run before; ``run`` is called once more."""
         ...
 
+    def forget(self) -> None:
+        """All replays are gone: what is captured from now on shares nothing with them."""
+        ...
+
     def record(self, *, blocking: bool = False) -> DeviceEvent:
         """The point that the stream has reached now. blocking: ``synchronize`` sleeps rather than spins."""
         ...
@@ -83,6 +87,9 @@ class CudaDevice:
         finally:
             graph.capture_end()
         return graph.replay
+
+    def forget(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # torch refuses one whose graphs have all gone
 
     def record(self, *, blocking: bool = False) -> DeviceEvent:
         event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]

@@ -165,7 +165,7 @@ class CudaRunner:
         num_top = min(MAX_TOP_LOGPROBS, info.vocab_size)
         self._num_rows = len(steps.logits_SV)
         self._logprobs = LogprobTensors(device, limits.ring_steps, self._num_rows, num_top)
-        num_prompt_rows = limits.max_num_tokens + self._num_rows
+        num_prompt_rows = aligned(limits.max_num_tokens)
         self._prompt_logprobs = LogprobTensors(device, limits.ring_steps, num_prompt_rows, num_top)
         self._host_sampler = HostSampler(info.vocab_size) if samples_on_host else None
         # What the host knows of the slots, for rows that it samples; their tokens come back through token writes.

@@ -40,8 +40,6 @@ def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder:
     clock = _Stopwatch()
     budget_bytes = int(device.free_bytes() * options.gpu_memory_utilization)
     free_before = device.free_bytes()
-    if options.reference:
-        torch.backends.cuda.matmul.allow_tf32 = False
     dtype = _dtype(options)
     with torch.inference_mode(), device.scope():
         try:

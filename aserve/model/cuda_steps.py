@@ -138,6 +138,7 @@ class CudaSteps:
         """Compute over this cache from now on. Graphs made before go: they hold the old one's addresses."""
         self._steps.clear()
         self._apply = self.apply
+        self._device.forget()
         self._kv_layers = kv.layers if kv is not None else ()
 
     def run(self, size: tuple[int, int, bool]) -> None:

@@ -43,7 +43,7 @@ async def real_engine(
 ) -> AsyncIterator[Engine]:
     """An engine over the CPU device, checked and closed afterwards."""
     scheduler_options = SchedulerOptions(**{"check_invariants_every": 16} | options)
-    model_options = ModelOptions(reference=reference, threads=threads)
+    model_options = ModelOptions(device="cpu", reference=reference, threads=threads)
     runner = await asyncio.to_thread(load_runner, model_options, scheduler_options, folder)
     engine = Engine(runner, HFTokenizer.from_folder(folder), scheduler_options)
     await engine.start()

@@ -481,7 +481,7 @@ def model_folder(tmp_path: Path, **generation: Any) -> Path:
 
 def load(folder: Path, *, num_blocks: int = 0, **options: Any) -> CpuRunner:
     scheduler = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=32, num_blocks=num_blocks)
-    return load_runner(ModelOptions(load_format="dummy", threads=1, **options), scheduler, folder)
+    return load_runner(ModelOptions(load_format="dummy", device="cpu", threads=1, **options), scheduler, folder)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def chunk_attention(
         q_TAD, q_TAD.stride(0), kv_layer, stride_kv, stride_head, stride_block, block_tables_SB,
         block_tables_SB.stride(0), out_TAD, plan.tiles_XF, plan.counts_2, scale * math.log2(math.e),
         H=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, P=block_size, F=NUM_FIELDS, SOFTCAP=softcap,
-        WINDOW=plan.window, BLOCK_M=tiles.rows, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_L=tiles.tokens,
+        WINDOW=plan.window, BLOCK_M=tiles.rows, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_L=tiles.tokens,
         NUM_STAGES=tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
 

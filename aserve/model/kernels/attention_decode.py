@@ -151,6 +151,6 @@ def decode_attention(
         plan.items_WF, plan.counts_2, plan.partial_WHGD, plan.lse_WHG, plan.arrivals_SH, scale * math.log2(math.e),
         H=num_kv_heads, G=group, D=head_dim, P=block_size, F=NUM_FIELDS, SOFTCAP=softcap,
         BLOCK_G=max(16, triton.next_power_of_2(group)), MERGE_G=triton.next_power_of_2(group),
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_L=tiles.tokens, NUM_STAGES=tiles.num_stages,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_L=tiles.tokens, NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
     )  # fmt: skip

@@ -58,7 +58,7 @@ _HISTORY = tl.constexpr(HISTORY)
 _ADDITIONS = tl.constexpr(ADDITIONS)
 _ONE_OUTPUT = tl.constexpr(ONE_OUTPUT)
 
-_NUM_EXTRA_PROGRAMS: Final = 32
+_NUM_EXTRA_PROGRAMS: Final = 8
 
 
 @triton.jit

@@ -52,6 +52,8 @@ class EagerDevice:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
 
+    def forget(self) -> None: ...
+
     def record(self, *, blocking: bool = False) -> PassedEvent:
         return PassedEvent()
 
@@ -138,6 +140,13 @@ class PlanHost:
             if name in fields:
                 fields[name] = np.array(fields[name], np.int32).reshape(shape)
         return self.runner.launch(BatchPlan(step=StepNumber(next(self._steps)), **fields))
+
+    @torch.inference_mode()
+    def poison(self, blocks: list[int]) -> None:
+        """NaN into these blocks, once all that is out has been done."""
+        with self.runner._device.scope():
+            self.runner._kv.poison(blocks)
+        self.runner._device.synchronize()
 
     def table(self, slot: int, num_tokens: int, blocks: Sequence[int] = ()) -> list[tuple[int, int, int]]:
         """Writes of a table for so many tokens: these blocks first, then fresh ones."""

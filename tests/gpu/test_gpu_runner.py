@@ -1,0 +1,204 @@
+"""The CUDA runner on a GPU: each family against transformers, and reference mode through the whole engine."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_builders import GREEDY, PlanHost, Sizes, chunk_of, join, make_runner
+
+sys.path.append(str(Path(__file__).parent.parent / "model"))
+
+from families import NATIVE, hf_model, prompt, save
+
+from aserve.core.invariants import check
+from aserve.core.options import SchedulerOptions
+from aserve.core.request import SamplingParams
+from aserve.engine.engine import Engine
+from aserve.engine.generation import GenerationRequest
+from aserve.errors import ModelError
+from aserve.model.cuda_start import load_cuda_runner
+from aserve.model.options import ModelOptions
+from aserve.testing import ByteTokenizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.torch, pytest.mark.timeout(300)]
+
+DEEP = {
+    "hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 16, "num_attention_heads": 8, "head_dim": 64,
+    "max_position_embeddings": 2048, "vocab_size": 600, "initializer_range": 0.05,
+}  # fmt: skip
+DTYPES = {"float32": (torch.float32, 2e-3), "bfloat16": (torch.bfloat16, 0.25)}
+"""With each, how far a log-probability may be from transformers' in float32, in nats, at a depth of 16 layers."""
+
+
+def deep_model(name: str) -> Any:
+    model_type, overrides = NATIVE[name]
+    heads = {"num_key_value_heads": 8} if "multi-head" in name else {"num_key_value_heads": 2}
+    kept = {key: value for key, value in overrides.items() if key not in ("num_attention_heads", "head_dim")}
+    return hf_model(model_type, **{**kept, **DEEP, **heads})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NATIVE)
+async def test_families_match_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    """Sixteen layers, a prompt in three chunks beside decode rows of another: every token's log-probability."""
+    model = deep_model(name)
+    folder = save(model, tmp_path / name)
+    torch_dtype, tolerance = DTYPES[dtype]
+    tokens = prompt(150)
+    with torch.inference_mode():
+        expected = model.cuda()(torch.tensor([tokens], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+    sizes = Sizes(max_num_seqs=8, max_num_tokens=128, max_model_len=256, block_size=16, num_blocks=64)
+    host = PlanHost(make_runner(folder, sizes, dtype=torch_dtype))
+    host.prefill(0, prompt(20, seed=1), room=64)
+    found: list[float] = []
+    for step, (start, end) in enumerate(((0, 100), (100, 101), (101, 150))):
+        first: dict[str, Any] = {} if start else {"joins": (join(1, tokens),), "table_writes": host.table(1, 160)}
+        flight = host.launch(rows=[(0, 20 + step)], chunks=(chunk_of(1, tokens, start, end, k=1),), **first)
+        found += (await flight).prompt_logprobs[0][1].token_logprobs.tolist()
+    await host.runner.aclose()
+
+    difference = torch.tensor(found) - expected[torch.arange(149), tokens[1:]]
+    assert difference.abs().max() < tolerance, difference.abs().max()
+    assert difference.abs().mean() < tolerance / 5
+
+
+async def test_256_ragged_rows(tmp_path: Path) -> None:
+    """Prompts of 1 to 1,000 tokens, all decoding at once, give what each gives alone."""
+    folder = save(deep_model("llama"), tmp_path / "llama")
+    lengths = (1 + (torch.rand(256, generator=torch.Generator().manual_seed(0)) ** 3 * 999)).int().tolist()
+    sizes = Sizes(max_num_seqs=256, max_num_tokens=1024, max_model_len=1100, block_size=32, num_blocks=6000)
+    host = PlanHost(make_runner(folder, sizes, reference=True))
+    prompts = [prompt(length, seed=seed) for seed, length in enumerate(lengths)]
+    chosen = (0, 17, 128, 255, int(np.argmax(lengths)))
+    alone = {slot: await host.generate(slot, prompts[slot], 8, room=lengths[slot] + 8) for slot in chosen}
+    host.launch(leaves=list(range(256)))
+    host.free = list(range(1, 6001))
+
+    flights = [host.prefill(slot, prompts[slot], room=lengths[slot] + 8)[-1] for slot in range(4)]
+    results = []
+    for slot in range(256):
+        flight = host.prefill(slot, prompts[slot], chunk=1000, room=lengths[slot] + 8)[-1]
+        results.append([int((await flight).tokens[0, 0])])
+    for step in range(7):
+        rows = [(slot, length + step) for slot, length in enumerate(lengths)]
+        for slot, token in enumerate((await host.launch(rows=rows)).tokens[:, 0].tolist()):
+            results[slot].append(token)
+    assert all(flight.done() for flight in flights)
+    await host.runner.aclose()
+
+    assert {slot: results[slot] for slot in chosen} == alone
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(deep_model("llama"), tmp_path_factory.mktemp("models") / "llama")
+
+
+@asynccontextmanager
+async def cuda_engine(folder: Path, *, reference: bool = True, **options: Any) -> AsyncIterator[Engine]:
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_blocks": 1000, "check_invariants_every": 16}
+    scheduler = SchedulerOptions(**(sizes | options))
+    model_options = ModelOptions(reference=reference, gpu_memory_utilization=0.3)
+    runner = await asyncio.to_thread(load_cuda_runner, model_options, scheduler, folder)
+    engine = Engine(runner, ByteTokenizer(), scheduler)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+    check(engine.scheduler)
+
+
+PROMPTS = [np.array(prompt(40 + 9 * seed, seed=seed), np.int32) for seed in range(64)]
+"""Of 40 to 607 tokens."""
+
+
+async def generate(engine: Engine, index: int, num_tokens: int = 24, **params: Any) -> list[int]:
+    sampling = SamplingParams(**{"temperature": 0.8 if index % 2 else 0.0, "max_tokens": num_tokens} | params)
+    request = GenerationRequest(request_id=f"r{index}", prompts=(PROMPTS[index],), params=sampling, seed=index)
+    return [token async for delta in engine.submit_nowait(request) for token in delta.tokens]
+
+
+async def all_tokens(engine: Engine, indices: Sequence[int]) -> list[list[int]]:
+    return list(await asyncio.gather(*(generate(engine, index) for index in indices)))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "64 rows": {},
+    "chunks of 16": {"max_num_batched_tokens": 80},
+    "preempted": {"num_blocks": 120},
+    "preempted by force": {"force_preempt_every": 7},
+    **{f"depth {depth}": {"policy": "eager", "max_inflight": depth} for depth in (1, 2, 3, 5, 8)},
+    "sync": {"policy": "sync"},
+    "host sampler": {"sampler": "host"},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[int]]:
+    """Tokens of all prompts, one at a time."""
+
+    async def run() -> list[list[int]]:
+        async with cuda_engine(folder, enable_prefix_caching=False) as engine:
+            return [await generate(engine, index) for index in range(len(PROMPTS))]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_reference_mode_gives_the_same_tokens_in_any_way(folder: Path, alone: list[list[int]], way: str) -> None:
+    """Greedy and sampled, 64 at once: nothing differs from a run one at a time."""
+    async with cuda_engine(folder, **WAYS[way]) as engine:
+        together = await all_tokens(engine, range(len(PROMPTS)))
+        num_preemptions = engine.statistics().num_preemptions
+
+    assert together == alone
+    assert (num_preemptions > 0) == way.startswith("preempted")
+
+
+async def test_cached_prefixes_do_not_change_tokens(folder: Path, alone: list[list[int]]) -> None:
+    """The same prompts a second time, from the first time's blocks."""
+    async with cuda_engine(folder) as engine:
+        await all_tokens(engine, range(16))
+        again = await all_tokens(engine, range(16))
+
+    assert again == alone[:16]
+
+
+async def test_captured_steps_answer_in_bfloat16(folder: Path) -> None:
+    """Nothing is lost or made twice at 64 streams; repeated runs agree while batches are alike."""
+    async with cuda_engine(folder, reference=False) as engine:
+        first = await generate(engine, 0, 32)
+        together = await all_tokens(engine, range(len(PROMPTS)))
+        again = await generate(engine, 0, 32)
+
+    assert [len(tokens) for tokens in together] == [24] * len(PROMPTS)
+    assert first == again
+
+
+def test_too_little_memory_says_what_to_lower(folder: Path) -> None:
+    """A pool larger than the device."""
+    scheduler = SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=64)
+
+    with pytest.raises(ModelError, match="Lower scheduler"):
+        load_cuda_runner(ModelOptions(kv_cache_gib=1e4), scheduler, folder)
+
+
+async def test_greedy_tokens_in_bfloat16_are_the_likeliest(folder: Path) -> None:
+    """The sampled token is the first alternative that the log-probabilities name."""
+    runner = make_runner(folder, Sizes(max_num_seqs=8, max_num_tokens=64, max_model_len=256, block_size=16))
+    host = PlanHost(runner)
+    for slot in range(8):
+        host.prefill(slot, prompt(16, seed=slot), room=64, params=GREEDY)
+    result = await host.launch(rows=[(slot, 16) for slot in range(8)], logprobs_k=2)
+    await runner.aclose()
+
+    assert result.logprobs is not None
+    assert result.logprobs.top_ids[:, 0].tolist() == result.tokens[:, 0].tolist()
+    assert result.logprobs.ranks.tolist() == [1] * 8

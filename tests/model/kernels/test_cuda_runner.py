@@ -1,0 +1,302 @@
+"""The CUDA runner's plans against the CPU runner's and transformers: on a GPU, or in Triton's interpreter."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+from cuda_builders import PlanHost, chunk_of, join, make_runner, tokens_of
+from families import hf_logits, hf_model, prompt, save
+
+from aserve.core.options import SchedulerOptions
+from aserve.core.plan import FLAG_DONE, FLAG_INVALID, Chunk
+from aserve.core.request import SamplingParams
+from aserve.errors import DeviceLost
+from aserve.model.options import ModelOptions
+from aserve.model.runner import load_cpu_runner
+
+pytestmark = [
+    pytest.mark.torch,
+    # The interpreter, which is NumPy, computes both sides of a choice.
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"),
+]
+
+A, B = prompt(13), prompt(9, seed=1)
+
+
+class Model:
+    """A tiny model's folder, and what transformers makes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = hf_model("llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        self.folder = save(self._model, folder)
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        return hf_logits(self._model, tokens).log_softmax(-1)
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        found = list(tokens)
+        for _ in range(count):
+            found.append(int(self.logprobs(found)[-1].argmax()))
+        return found[len(tokens) :]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    yield Model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def host(model: Model) -> AsyncIterator[PlanHost]:
+    runner = make_runner(model.folder)
+    yield PlanHost(runner)
+    await runner.aclose()
+
+
+@pytest.fixture
+async def cpu(model: Model) -> AsyncIterator[PlanHost]:
+    scheduler = SchedulerOptions(
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, block_size=8, num_blocks=40
+    )
+    options = ModelOptions(device="cpu", dtype="float32", threads=1)
+    runner = await asyncio.to_thread(load_cpu_runner, options, scheduler, model.folder)
+    yield PlanHost(runner)
+    await runner.aclose()
+
+
+async def test_a_prompt_in_chunks_goes_on_in_rows(host: PlanHost, model: Model) -> None:
+    """Chunks and rows, launched ahead, give transformers' greedy tokens."""
+    assert await host.generate(2, A, 5, chunk=8) == model.greedy(A, 5)
+
+
+async def test_rows_and_chunks_in_one_step(host: PlanHost, model: Model) -> None:
+    """One sequence decodes while another one's prompt comes in two chunks beside it."""
+    first = host.prefill(0, A)
+    both = [
+        host.launch(
+            rows=[(0, len(A))],
+            joins=(join(3, B),),
+            table_writes=host.table(3, 24),
+            chunks=(chunk_of(3, B, 0, 5),),
+        ),
+        host.launch(rows=[(0, len(A) + 1)], chunks=(chunk_of(3, B, 5, 9),)),
+        host.launch(rows=[(0, len(A) + 2), (3, len(B))]),
+    ]
+    results = [tokens_of(await flight) for flight in [*first, *both]]
+
+    a, b = model.greedy(A, 4), model.greedy(B, 2)
+    assert results == [[a[0]], [a[1]], [a[2], b[0]], [a[3], b[1]]]
+
+
+async def test_a_prefix_is_read_from_anothers_blocks(host: PlanHost, model: Model) -> None:
+    """The second sequence joins behind the first one's full block."""
+    writes = host.table(0, 32)
+    await host.launch(joins=(join(0, A),), table_writes=writes, chunks=(chunk_of(0, A, 0, 13),))
+    other = A[:8] + B
+    shared = [writes[0][2]]
+
+    flight = host.launch(
+        joins=(join(1, other, position=8),),
+        table_writes=host.table(1, 24, shared),
+        chunks=(chunk_of(1, other, 8, len(other)),),
+    )
+
+    assert tokens_of(await flight) == model.greedy(other, 1)
+
+
+async def test_a_slot_changes_hands_while_its_steps_are_out(host: PlanHost, model: Model) -> None:
+    """Left and joined in one plan, behind rows of the old owner that nobody has seen."""
+    flights = host.prefill(1, A)
+    flights += [host.launch(rows=[(1, len(A) + step)]) for step in range(2)]
+    flights.append(
+        host.launch(
+            leaves=[1], joins=(join(1, B),), table_writes=host.table(1, 16), chunks=(chunk_of(1, B, 0, len(B)),)
+        )
+    )
+    flights.append(host.launch(rows=[(1, len(B))]))
+
+    tokens = [tokens_of(await flight)[0] for flight in flights]
+
+    assert tokens == model.greedy(A, 3) + model.greedy(B, 2)
+
+
+async def test_stop_ids_and_limits_end_rows_on_the_device(host: PlanHost, model: Model) -> None:
+    """Later rows of an ended sequence are done and change nothing; its neighbour goes on."""
+    a, b = model.greedy(A, 3), model.greedy(B, 4)
+    host.prefill(0, A, stop_ids=(a[1],), room=16)
+    host.prefill(1, B, max_length=len(B) + 3, room=16)
+    results = [await host.launch(rows=[(0, len(A) + step), (1, len(B) + step)]) for step in range(3)]
+
+    assert [result.flags.tolist() for result in results] == [[FLAG_DONE, 0], [FLAG_DONE, FLAG_DONE], [FLAG_DONE] * 2]
+    assert [tokens_of(result) for result in results[:2]] == [[a[1], b[1]], [0, b[2]]]
+
+
+async def test_a_sequence_may_end_with_its_last_block(host: PlanHost, model: Model) -> None:
+    """A finish at a block's edge, with a row beyond it in flight: nobody reads or writes past the table."""
+    count = 16 - len(A) + 1
+    host.prefill(0, A, max_length=16 + 1, room=16)
+    flights = [host.launch(rows=[(0, len(A) + step)]) for step in range(count)]
+    neighbour = await host.generate(2, B, 3)
+    results = [await flight for flight in flights]
+
+    assert [tokens_of(result)[0] for result in results[:-1]] == model.greedy(A, count)[1:]
+    assert results[-2].flags.tolist() == [FLAG_DONE]
+    assert neighbour == model.greedy(B, 3)
+
+
+SAMPLED = {
+    "temperature": SamplingParams(temperature=1.5),
+    "filters": SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=0.7),
+    "bias": SamplingParams(temperature=0, logit_bias=((5, 30.0), (6, 29.5)), bad_words=((5,),)),
+    "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(7, 8, 9)),
+}
+
+
+async def test_sampling_is_the_cpu_runners(host: PlanHost, cpu: PlanHost) -> None:
+    """The same tokens from the same seeds, every kind of parameter in one batch."""
+    results = []
+    for each in (host, cpu):
+        kinds = list(SAMPLED.values())
+        found = []
+        for params in (kinds[:3], kinds[2:]):
+            each.free = list(range(1, 41))
+            slots = range(len(params))
+            joins = tuple(join(slot, A, params=kind) for slot, kind in zip(slots, params, strict=True))
+            tables = [write for slot in slots for write in each.table(slot, 24)]
+            chunks = tuple(chunk_of(slot, A, 0, 8) for slot in slots)
+            each.launch(joins=joins, table_writes=tables, chunks=chunks)
+            flights = [each.launch(chunks=tuple(chunk_of(slot, A, 8, 13) for slot in slots))]
+            flights += [each.launch(rows=[(slot, 13 + step) for slot in slots]) for step in range(4)]
+            found += [tokens_of(await flight) for flight in flights]
+            each.launch(leaves=list(slots))
+        results.append(found)
+
+    assert results[0] == results[1]
+
+
+async def test_differences_too_many_for_one_array_go_ahead_in_parts(host: PlanHost, model: Model) -> None:
+    """Joins first, then writes and what single joins bring, each part by a launch of its own."""
+    host.runner._steps.room = 200  # a slot's record, and little else
+    params = SamplingParams(temperature=0, logit_bias=((3, 1e9),))
+    flights = host.prefill(1, A) + host.prefill(2, B, params=params)
+    flights.append(host.launch(rows=[(1, len(A))]))
+
+    tokens = [tokens_of(await flight)[0] for flight in flights]
+
+    a = model.greedy(A, 2)
+    assert tokens == [a[0], 3, a[1]]
+
+
+async def test_logprobs_of_tokens_and_prompts(host: PlanHost, model: Model) -> None:
+    """Under the model's own distribution, with the likeliest alternatives."""
+    flights = [
+        host.launch(
+            joins=(join(0, A),), table_writes=host.table(0, 24), chunks=(chunk_of(0, A, 0, 8, k=2),), logprobs_k=3
+        ),
+        host.launch(chunks=(chunk_of(0, A, 8, 13, k=2),), logprobs_k=3),
+    ]
+    first, last = [await flight for flight in flights]
+    expected = model.logprobs(A)
+
+    prompts = [result.prompt_logprobs[0][1] for result in (first, last)]
+    of_tokens = np.concatenate([each.token_logprobs for each in prompts])
+    assert np.allclose(of_tokens, expected[torch.arange(12), A[1:]], atol=1e-4)
+    top = np.concatenate([each.top_ids for each in prompts])
+    assert top.tolist() == expected[:-1].topk(2).indices.tolist()
+    assert last.logprobs.token_logprobs.tolist() == pytest.approx([float(expected[-1].max())], abs=1e-4)
+    assert last.logprobs.ranks.tolist() == [1]
+    assert last.logprobs.top_ids.tolist() == [expected[-1].topk(3).indices.tolist()]
+
+
+async def test_rows_that_the_host_samples(model: Model) -> None:
+    """Their tokens are those of the device's sampler, and come back with the next plan."""
+    runner = make_runner(model.folder, samples_on_host=True)
+    host = PlanHost(runner)
+    params = SamplingParams(temperature=0, frequency_penalty=0.5)
+    on_device = await host.generate(0, A, 4, params=params)
+
+    tokens = []
+    fields: dict[str, Any] = {
+        "joins": (join(1, A, params=params),),
+        "table_writes": host.table(1, 24),
+        "chunks": (chunk_of(1, A, 0, 13),),
+    }
+    for step in range(4):
+        result = await host.launch(**fields, deferred=np.array([True]), logprobs_k=1)
+        tokens += tokens_of(result)
+        position = len(A) + step
+        fields = {"token_writes": [(1, position, tokens[-1])], "rows": [(1, position)]}
+    await runner.aclose()
+
+    assert tokens == on_device
+    assert result.logprobs.ranks.shape == (1,)
+
+
+async def test_an_invalid_row_fails_alone(host: PlanHost, model: Model) -> None:
+    """Who reads a poisoned block gets FLAG_INVALID; the sequence beside it its own tokens."""
+    host.prefill(0, A, room=16)
+    writes = host.table(1, 24)
+    host.launch(joins=(join(1, A),), table_writes=writes, chunks=(chunk_of(1, A, 0, 13),))
+    await host.launch(rows=[(0, len(A))])
+    host.poison([writes[0][2]])
+
+    results = [await host.launch(rows=[(0, len(A) + 1 + step), (1, len(A) + step)]) for step in range(2)]
+
+    assert [result.flags.tolist() for result in results] == [[0, FLAG_INVALID], [0, FLAG_DONE]]
+    assert [tokens_of(result)[0] for result in results] == model.greedy(A, 4)[2:]
+
+
+async def test_a_plan_without_tokens_changes_the_table_only(host: PlanHost, model: Model) -> None:
+    """Its flight lands with no rows."""
+    result = await host.launch(joins=(join(0, A),), table_writes=host.table(0, 16))
+    assert result.tokens.shape == (0, 1)
+
+    assert tokens_of(await host.launch(chunks=(chunk_of(0, A, 0, 13),))) == model.greedy(A, 1)
+
+
+async def test_reference_mode_gives_the_same_bits_in_any_batch(model: Model) -> None:
+    """Log-probabilities of a sequence alone, in small chunks, and beside others as rows and chunks."""
+    runner = make_runner(model.folder, reference=True)
+    host = PlanHost(runner)
+
+    async def logprobs(
+        slot: int, pieces: list[tuple[int, int]], row: tuple[int, int] | None = None, chunks: tuple[Chunk, ...] = ()
+    ) -> list[float]:
+        """Of the prompt and of two decoded tokens, beside another sequence's row and, with the prompt, chunks."""
+        host.launch(joins=(join(slot, A),), table_writes=host.table(slot, 24))
+        found: list[float] = []
+        for start, end in pieces:
+            result = await host.launch(chunks=(chunk_of(slot, A, start, end, k=0), *chunks))
+            found += result.prompt_logprobs[0][1].token_logprobs.tolist()
+        for step in range(2):
+            others = [] if row is None else [(row[0], row[1] + step)]
+            result = await host.launch(rows=[*others, (slot, 13 + step)], logprobs_k=0)
+            found.append(float(result.logprobs.token_logprobs[-1]))
+        return found
+
+    alone = await logprobs(0, [(0, 13)])
+    in_chunks = await logprobs(1, [(0, 3), (3, 4), (4, 13)])
+    host.prefill(0, B, room=32)
+    host.launch(joins=(join(3, B),), table_writes=host.table(3, 16))
+    beside = await logprobs(2, [(0, 13)], row=(0, len(B)), chunks=(chunk_of(3, B, 0, 7),))
+    await runner.aclose()
+
+    assert np.allclose(alone[:12], model.logprobs(A)[torch.arange(12), A[1:]], atol=1e-4)
+    assert in_chunks == alone
+    assert beside == alone
+
+
+async def test_nothing_is_launched_after_closing(host: PlanHost) -> None:
+    """A closed runner says so."""
+    await host.runner.aclose()
+
+    with pytest.raises(DeviceLost, match="closed"):
+        host.prefill(0, A)
