@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -50,10 +51,14 @@ STAGES = {
 
 
 class Sampler:
-    """Where the process's CPU time goes, one sample a millisecond of it: the innermost frame that a stage claims."""
+    """Where the process's CPU time goes, one sample a millisecond of it: the innermost frame that a stage claims.
 
-    def __init__(self) -> None:
+    stages: by a part of the file's path, the first that fits.
+    """
+
+    def __init__(self, stages: Mapping[str, str] = STAGES) -> None:
         self.counts: Counter[str] = Counter()
+        self._stages = stages
 
     def start(self) -> None:
         signal.signal(signal.SIGPROF, self._on_sample)
@@ -65,7 +70,7 @@ class Sampler:
     def _on_sample(self, _number: int, frame: FrameType | None) -> None:
         while frame is not None:
             name = frame.f_code.co_filename
-            for part, stage in STAGES.items():
+            for part, stage in self._stages.items():
                 if part in name:
                     self.counts[stage] += 1
                     return
