@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
@@ -92,6 +93,7 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         log_steps=1,
     )
     metrics = Metrics("scripted")
+    watch = LoopWatch(metrics.loop_lag, interval_s=0.005)
     options = SchedulerOptions(
         max_num_seqs=arguments.max_num_seqs, max_num_batched_tokens=8192, policy=arguments.policy
     )
@@ -112,18 +114,19 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         limits=LimitOptions(),
         log=Logger.silent(),
         metrics=metrics,
+        more_statistics=lambda: {"loop": asdict(watch.statistics())},
     )
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     await engine.start()
     _, port = await server.start()
-    watch = LoopWatch(metrics.loop_lag, interval_s=0.005)
     watch.start()
     freeze_heap()
     sampler = Sampler()
     sys.stdout.write(f"ready at http://127.0.0.1:{port}\n")
     sys.stdout.flush()
-    sampler.start()
+    if not arguments.no_sampler:
+        sampler.start()
     start_s, start_cpu_s, start_kernel_s = time.perf_counter(), time.process_time(), _kernel_s()
     await stopped.wait()
     sampler.stop()
@@ -159,6 +162,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--policy", default="overlap")
+    parser.add_argument("--no-sampler", action="store_true", help="leave the stages out, and their cost")
     report = uvloop.run(serve(parser.parse_args()))
     sys.stdout.write(json.dumps(report) + "\n")
     return 0
