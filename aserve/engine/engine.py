@@ -218,6 +218,10 @@ class Engine:
     # --- calls
 
     @property
+    def caches_prefixes(self) -> bool:
+        return self.scheduler.options.enable_prefix_caching
+
+    @property
     def _limits(self) -> Limits:
         pool_tokens = self.info.num_blocks * self.info.block_size
         return self.scheduler.limits(

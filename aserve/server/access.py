@@ -10,6 +10,7 @@ from typing import Final
 from aiohttp import web
 
 from aserve.errors import AuthenticationFailed, Forbidden, InvalidRequest
+from aserve.server.websocket import offered_keys
 
 EXPOSED_HEADERS: Final = "X-Request-ID, x-aserve-ignored-params, x-should-retry, Retry-After"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -28,15 +29,23 @@ class Keys:
         time."""
         if not self._digests:
             return ""
-        values = request.headers.getall("Authorization", ())
-        if len(values) != 1:
-            raise AuthenticationFailed("Send one header 'Authorization: Bearer KEY'.")
-        scheme, _, key = values[0].partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        digest = hashlib.sha256(_sent_key(request).encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not any(matches):
             raise AuthenticationFailed("The API key is not valid.")
         return digest.hex()
+
+
+def _sent_key(request: web.BaseRequest) -> str:
+    values = request.headers.getall("Authorization", ())
+    if not values and len(keys := offered_keys(request.headers)) == 1:
+        return keys[0]
+    if len(values) != 1:
+        raise AuthenticationFailed("Send one header 'Authorization: Bearer KEY'.")
+    scheme, _, key = values[0].partition(" ")
+    if scheme.lower() != "bearer":
+        raise AuthenticationFailed("The API key is not valid.")
+    return key.strip()
 
 
 class Origins:

@@ -90,6 +90,7 @@ class Server:
             options=options,
             limits=self._limits,
             log=log,
+            metrics=metrics,
         )
         self._api = Api(
             engine=engine,

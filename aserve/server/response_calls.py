@@ -102,7 +102,7 @@ class ResponseCalls:
                 model=fields.model or self._default_model,
                 echo=_echo(fields, ready.prepared.params),
                 usage=stream.usage,
-                block_size=self._engine.info.block_size,
+                cache_block_size=self._engine.info.block_size if self._engine.caches_prefixes else None,
                 token_bytes=self._token_bytes,
                 generates=fields.generates,
                 num_top_logprobs=fields.num_top_logprobs,

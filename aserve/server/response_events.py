@@ -53,8 +53,9 @@ TERMINAL_EVENT: Final = {
 class ResponseState:
     """One response on its way to its end. Written by ``take``, ``cancel`` and ``fail`` only.
 
-    echo: what the object repeats of the request. usage: the stream's own, right once it has ended. generates: False
-    for a response that only warms the cache: it completes without output. num_top_logprobs: None is off.
+    echo: what the object repeats of the request. usage: the stream's own, right once it has ended.
+    cache_block_size: tokens of a block of the prefix cache, None without one. generates: False for a response that only
+    warms the cache: it completes without output. num_top_logprobs: None is off.
     """
 
     id: str
@@ -63,7 +64,7 @@ class ResponseState:
     model: str
     echo: Mapping[str, Any]
     usage: Usage
-    block_size: int
+    cache_block_size: int | None
     token_bytes: TokenBytes
     generates: bool = True
     num_top_logprobs: int | None = None
@@ -150,7 +151,8 @@ class ResponseState:
     def _usage(self) -> dict[str, Any]:
         usage = self.usage
         # A hit covers whole blocks, and so does what the prompt leaves behind for others.
-        cacheable = usage.prompt_tokens - usage.prompt_tokens % self.block_size
+        size = self.cache_block_size
+        cacheable = 0 if size is None else usage.prompt_tokens - usage.prompt_tokens % size
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {

@@ -9,7 +9,7 @@ from aserve.errors import AserveError, InvalidRequest, NotFound
 from aserve.server.call import Call
 from aserve.server.intake import Intake
 from aserve.server.options import LimitOptions, ServerOptions
-from aserve.server.ports import Logger
+from aserve.server.ports import Logger, Metrics
 from aserve.server.problems import InternalError
 from aserve.server.response_calls import ResponseCalls, Run
 from aserve.server.response_events import ResponseEvents, sse_frame
@@ -26,13 +26,21 @@ class ResponsesApi:
     """The handlers, and the sockets that are open."""
 
     def __init__(
-        self, *, calls: ResponseCalls, intake: Intake, options: ServerOptions, limits: LimitOptions, log: Logger
+        self,
+        *,
+        calls: ResponseCalls,
+        intake: Intake,
+        options: ServerOptions,
+        limits: LimitOptions,
+        log: Logger,
+        metrics: Metrics,
     ) -> None:
         self._calls = calls
         self._intake = intake
         self._options = options
         self._limits = limits
         self._log = log
+        self._metrics = metrics
         self._sockets: set[ResponsesSocket] = set()
 
     @property
@@ -148,6 +156,7 @@ class ResponsesApi:
             options=self._options,
             limits=self._limits,
             log=self._log,
+            metrics=self._metrics,
         )
         self._sockets.add(session)
         try:

@@ -13,11 +13,11 @@ import orjson
 
 from aserve.engine.stream import Timings
 from aserve.errors import AserveError, Draining, InvalidRequest, RateLimited
-from aserve.server.call import Call
+from aserve.server.call import CLIENT_GONE, Call
 from aserve.server.intake import Intake
 from aserve.server.lanes import Lanes
 from aserve.server.options import LimitOptions, ServerOptions
-from aserve.server.ports import Logger
+from aserve.server.ports import Logger, Metrics
 from aserve.server.problems import InternalError, error_headers, error_object, error_status
 from aserve.server.response_calls import ResponseCalls, Run
 from aserve.server.response_events import ResponseEvents
@@ -31,6 +31,8 @@ from aserve.server.websocket import CloseCode
 _LANE_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 MAX_REFUSALS: Final = 64
 """Requests refused one after another for a bound of the lanes until the socket closes: nobody reads the refusals."""
+METHOD_LABEL: Final = "WEBSOCKET"
+"""In the metrics, where the upgrade itself counts as a GET."""
 MAX_TIMINGS: Final = 256
 """Responses whose timing can be asked for."""
 
@@ -65,6 +67,7 @@ class ResponsesSocket:
         options: ServerOptions,
         limits: LimitOptions,
         log: Logger,
+        metrics: Metrics,
     ) -> None:
         self._socket = socket
         self._call = call
@@ -73,6 +76,7 @@ class ResponsesSocket:
         self._queue_full_status = options.queue_full_status
         self._max_json_depth = limits.max_json_depth
         self._log = log
+        self._metrics = metrics
         self._lanes: Lanes[_Request] = Lanes(
             max_lanes=limits.max_lanes,
             max_waiting=limits.max_lane_requests,
@@ -188,8 +192,9 @@ class ResponsesSocket:
         self._close_if_drained()
 
     async def _respond(self, request: _Request) -> None:
-        """One request to its last event, whatever happens."""
+        """One request to its last event, whatever happens. It counts like an answer to a request of its own."""
         self.num_responses += 1
+        status = CLIENT_GONE
         try:
             body = await self._intake.off_loop(request.num_bytes, partial(read_body, request.raw, request.num_bytes))
             if body.fields.stream is False:
@@ -210,13 +215,18 @@ class ResponsesSocket:
                         ms=round((_now() - request.received_s) * 1000, 3),
                         **run.facts(),
                     )
+            status = 200 if run.state.error is None else error_status(run.state.error, self._queue_full_status)
         except AserveError as error:
+            status = error_status(error, self._queue_full_status)
             self._send_error(error, request.stream_id)
         except ConnectionError:
             raise
         except Exception as error:
+            status = 500
             self._log.error("request.failed", request_id=self._call.label, route=self._call.route, exc_info=error)
             self._send_error(InternalError("The server failed on this request."), request.stream_id)
+        finally:
+            self._metrics.http_request(self._call.route, METHOD_LABEL, status, _now() - request.received_s)
 
     async def _play(self, run: Run, stream_id: str | None) -> None:
         socket = self._socket

@@ -63,8 +63,7 @@ class WebSocket:
 
     async def accept(self, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the 101. The headers of the request were checked by ``websocket.check_upgrade``."""
-        upgrade = accept_headers(self._request.headers["Sec-WebSocket-Key"])
-        response = web.StreamResponse(status=101, headers={**headers, **upgrade})
+        response = web.StreamResponse(status=101, headers={**headers, **accept_headers(self._request.headers)})
         response.force_close()
         await response.prepare(self._request)
         self._last_received_s = self._loop.time()

@@ -21,6 +21,8 @@ _GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 MAX_CONTROL_BYTES: Final = 125
 MAX_REASON_BYTES: Final = MAX_CONTROL_BYTES - 2
 VERSION: Final = "13"
+KEY_PROTOCOL: Final = "openai-insecure-api-key."
+"""A page's script can set no headers on a websocket: it offers its API key as a subprotocol with this prefix."""
 
 
 class Opcode(IntEnum):
@@ -63,14 +65,34 @@ def check_upgrade(headers: Mapping[str, str]) -> None:
         raise InvalidRequest("The websocket key must be 16 bytes in base64.", param="Sec-WebSocket-Key")
 
 
-def accept_headers(key: str) -> dict[str, str]:
-    """Headers of the 101 that answers a checked upgrade."""
-    digest = hashlib.sha1(key.encode() + _GUID, usedforsecurity=False).digest()
-    return {
+def offered_keys(headers: Mapping[str, str]) -> list[str]:
+    """API keys among the subprotocols that the client offers."""
+    offers = _offered_protocols(headers)
+    return [offer.removeprefix(KEY_PROTOCOL) for offer in offers if offer.startswith(KEY_PROTOCOL)]
+
+
+def _offered_protocols(headers: Mapping[str, str]) -> list[str]:
+    offers = headers.get("Sec-WebSocket-Protocol", "").split(",")
+    return [offer.strip() for offer in offers if offer.strip()]
+
+
+def accept_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers of the 101 that answers a checked upgrade.
+
+    Browsers fail a socket that takes none of the subprotocols that were offered. So beside a key the first other one
+    is taken, whatever its name; never the key itself, which has no place in an answer. Without a key none is.
+    """
+    digest = hashlib.sha1(request_headers["Sec-WebSocket-Key"].encode() + _GUID, usedforsecurity=False).digest()
+    headers = {
         "Upgrade": "websocket",
         "Connection": "Upgrade",
         "Sec-WebSocket-Accept": base64.b64encode(digest).decode(),
     }
+    if offered_keys(request_headers):
+        others = (offer for offer in _offered_protocols(request_headers) if not offer.startswith(KEY_PROTOCOL))
+        if (other := next(others, None)) is not None:
+            headers["Sec-WebSocket-Protocol"] = other
+    return headers
 
 
 # --- frames that we send

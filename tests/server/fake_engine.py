@@ -132,6 +132,7 @@ class FakeEngine:
             eos_ids=(ByteTokenizer.EOS,),
         )
         self.tokenizer = ByteTokenizer()
+        self.caches_prefixes = True
         self.state = FakeHealth()
         self.calls: list[FakeCall] = []
         self.refusal: Exception | None = None

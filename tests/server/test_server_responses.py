@@ -59,6 +59,15 @@ async def test_plain_response_is_the_published_object() -> None:
     }
 
 
+async def test_nothing_is_written_to_a_prefix_cache_that_is_off() -> None:
+    """Usage then says 0."""
+    async with serving() as served:
+        served.engine.caches_prefixes = False
+        answer = await served.post(RESPONSES, body())
+
+    assert answer.json["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
+
+
 async def test_response_that_was_cut_by_its_length_is_incomplete() -> None:
     """The reason names the field that cut it."""
     async with serving() as served:

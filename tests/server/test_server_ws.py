@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 from typing import Any
 
@@ -84,7 +85,7 @@ async def test_upgrade_is_answered_with_our_headers() -> None:
 
 
 async def test_life_of_a_socket_is_no_latency() -> None:
-    """The histogram gets the time of the upgrade, the log line the whole."""
+    """The histogram gets the time of the upgrade and that of the response, the log line the whole."""
     async with serving() as served:
         async with socket_of(served) as ws:
             await ws.send(create())
@@ -92,7 +93,28 @@ async def test_life_of_a_socket_is_no_latency() -> None:
         await eventually(lambda: served.log.fields_of("request.finished"))
         line = served.log.fields_of("request.finished")[0]
 
-        assert 0 < served.metrics.http_duration.sum * 1000 < line["ms"] / 2
+        assert served.metrics.http_duration.count == 2
+        assert 0 < served.metrics.http_duration.sum * 1000 < line["ms"]
+
+
+async def test_each_response_counts_like_an_answer_of_its_own() -> None:
+    """By the status that it would have had over HTTP: ended, refused, failed, and left by its client."""
+    async with serving() as served:
+        async with socket_of(served) as ws:
+            await ws.send(create())
+            await ws.whole()
+            await ws.send(create(model="other"))
+            await ws.whole()
+            served.engine.hold()
+            call = await running(served, ws)
+            call.end(FinishReason.ERROR, error="The step failed.")
+            await ws.whole()
+            await running(served, ws)
+        await eventually(lambda: served.log.fields_of("request.finished"))
+        page = served.metrics.render().decode()
+
+    statuses = re.findall(r'aserve_http_responses_total{method="WEBSOCKET",route="/v1/responses",status="(\d+)"} 1.0', page)
+    assert sorted(statuses) == ["200", "404", "499", "500"]
 
 
 async def test_opening_comes_before_the_first_token() -> None:
@@ -477,6 +499,19 @@ async def test_listed_page_may_connect() -> None:
         async with socket_of(served, headers={"Origin": "http://page.example"}) as ws:
             await ws.send(create())
             assert types(await ws.whole())[-1] == "completed"
+
+
+async def test_page_sends_its_key_as_a_subprotocol() -> None:
+    """Beside another one, which is the one taken: a browser's script can set no headers. No key comes back."""
+    async with serving(api_keys=("k",)) as served:
+        async with socket_of(served, protocols=("openai-insecure-api-key.k", "realtime")) as ws:
+            assert ws.ws.protocol == "realtime"
+            await ws.send(create())
+            assert types(await ws.whole())[-1] == "completed"
+        for protocols in (("openai-insecure-api-key.other", "realtime"), ("realtime",)):
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await served.session.ws_connect(served.url + RESPONSES, protocols=protocols)
+            assert (refused.value.status, "openai" in str(refused.value.headers)) == (401, False)
 
 
 async def test_number_of_sockets_is_bounded() -> None:
