@@ -1,0 +1,304 @@
+"""The event loop under load on the GPU: lag, CPU a token by stage, launch times, and how idle the GPU is.
+
+    python tests/gpu/loop_health.py [--shape llama1b] [--streams 1 16 64 256] [--policies sync overlap]
+    python tests/gpu/loop_health.py --device cpu --shape tiny --streams 1 8 --tokens 32 --max-num-seqs 8
+
+The whole server in this process, driven over SSE by ``loadgen`` in others; one model is loaded once and served under
+each policy in turn. Each point is measured in one run, and once more for half a second under torch's profiler, which
+tells for how much of the time no kernel ran. CPU is this process's alone; stages by samples of its CPU time.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from make_models import SHAPES, write_model
+
+from aserve.core.options import SchedulerOptions
+from aserve.core.plan import BatchPlan
+from aserve.device.threads import prepare_process
+from aserve.engine.engine import Engine
+from aserve.engine.observe import MetricsObserver
+from aserve.engine.options import EngineOptions
+from aserve.engine.ports import Flight, Runner, RunnerInfo
+from aserve.model.options import ModelOptions
+from aserve.obs.log import Logger
+from aserve.obs.loop_watch import LoopWatch, freeze_heap
+from aserve.obs.metrics import Metrics
+from aserve.server.app import Server
+from aserve.server.options import LimitOptions, ServerOptions
+from aserve.text.chat_template import ChatTemplate, PromptRenderer
+from aserve.text.tokenizer import HFTokenizer
+
+ROOT: Final = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "bench"))
+
+from scripted_server import STAGES, Sampler  # noqa: E402  # lies in another folder
+
+DEVICE_STAGES: Final = {
+    "aserve/device/": "waiting for the device",
+    "aserve/model/": "device",
+    "torch": "device",
+    "triton": "device",
+}
+MANY_STREAMS: Final = 64
+PROFILE_S: Final = 0.5
+
+
+class TimedRunner:
+    """A runner that notes how long each launch held the loop, and that outlives the engines that it serves."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.launches_s: list[float] = []
+        self._runner = runner
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    def launch(self, plan: BatchPlan) -> Flight:
+        started_s = time.perf_counter()
+        flight = self._runner.launch(plan)
+        self.launches_s.append(time.perf_counter() - started_s)
+        return flight
+
+    def statistics(self) -> dict[str, float]:
+        return self._runner.statistics()
+
+    async def aclose(self) -> None:
+        """Nothing: the next engine needs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """Of one policy at so many streams. cpu_us: of this process a token, and by stage."""
+
+    policy: str
+    streams: int
+    tokens_per_s: float
+    gap_ms_p50: float
+    gap_ms_p99: float
+    rows_a_step: float
+    lag_ms_p50: float
+    lag_ms_p99: float
+    launch_ms_p50: float
+    launch_ms_p99: float
+    cpu_us: float
+    cpu_us_by_stage: dict[str, float]
+    looks_a_step: float
+    gpu_idle: float | None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+async def load(url: str, streams: int, tokens: int, *, rounds: int, seed: int) -> dict[str, Any]:
+    """Chats of that many streams, ``rounds`` for each. Returns what loadgen found."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "loadgen.json"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "loadgen", "run", "--quiet", "--base-url", url, "--concurrency", str(streams),
+            "--num-requests", str(max(streams * rounds, 4)), "--max-tokens", str(tokens), "--words", "32",
+            "--ignore-eos", "--seed", str(seed), "--processes", "4" if streams >= MANY_STREAMS else "1",
+            "--json", str(result),
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        if await process.wait():
+            raise SystemExit("requests failed: see above")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+@asynccontextmanager
+async def serving(
+    runner: TimedRunner, options: SchedulerOptions, renderer: PromptRenderer, tokenizer: HFTokenizer
+) -> AsyncIterator[tuple[Engine, str, Metrics]]:
+    metrics = Metrics("measured")
+    engine = Engine(
+        runner, tokenizer, options, EngineOptions(max_queue_requests=1 << 14), observer=MetricsObserver(metrics)
+    )
+    server = Server(
+        engine=engine,
+        renderer=renderer,
+        model_names=("measured",),
+        options=ServerOptions(port=0),
+        limits=LimitOptions(),
+        log=Logger.silent(),
+        metrics=metrics,
+    )
+    await engine.start()
+    host, port = await server.start()
+    try:
+        yield engine, f"http://{host}:{port}", metrics
+    finally:
+        await server.aclose()
+        await engine.aclose()
+
+
+async def measure(
+    engine: Engine, runner: TimedRunner, url: str, metrics: Metrics, policy: str, streams: int, tokens: int, rounds: int
+) -> Point:
+    await load(url, streams, min(tokens, 32), rounds=1, seed=1)
+    watch = LoopWatch(metrics.loop_lag, interval_s=0.005)
+    sampler = Sampler(DEVICE_STAGES | STAGES)
+    before = engine.statistics()
+    runner.launches_s.clear()
+    watch.start()
+    sampler.start()
+    started_cpu_s = time.process_time()
+    summary = (await load(url, streams, tokens, rounds=rounds, seed=2))["summary"]
+    cpu_s = time.process_time() - started_cpu_s
+    sampler.stop()
+    await watch.aclose()
+    launches_s, after, lag = list(runner.launches_s), engine.statistics(), watch.statistics()
+    num_tokens = max(1, after.generation_tokens - before.generation_tokens)
+    num_steps = max(1, after.num_steps - before.num_steps)
+    looks = after.runner.get("event_looks", 0) - before.runner.get("event_looks", 0)
+    num_samples = sum(sampler.counts.values()) or 1
+    cpu_us = cpu_s / num_tokens * 1e6
+    return Point(
+        policy=policy,
+        streams=streams,
+        tokens_per_s=summary["throughput"]["output_tokens_per_s"],
+        gap_ms_p50=summary["inter_chunk_ms"]["p50"],
+        gap_ms_p99=summary["inter_chunk_ms"]["p99"],
+        rows_a_step=(after.num_rows - before.num_rows) / num_steps,
+        lag_ms_p50=lag.p50_ms,
+        lag_ms_p99=lag.p99_ms,
+        launch_ms_p50=quantile(launches_s, 0.5) * 1e3,
+        launch_ms_p99=quantile(launches_s, 0.99) * 1e3,
+        cpu_us=cpu_us,
+        cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
+        looks_a_step=looks / num_steps,
+        gpu_idle=await gpu_idle(lambda: load(url, streams, tokens, rounds=rounds, seed=3)),
+    )
+
+
+async def gpu_idle(make_load: Callable[[], Any]) -> float | None:
+    """Share of the time between the first kernel and the last in which none ran, in the middle of a load."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    loading = asyncio.create_task(make_load())
+    await asyncio.sleep(1.5)  # the client's start, and the prefill of the first prompts
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    profiler.start()
+    await asyncio.sleep(PROFILE_S)
+    profiler.stop()
+    await loading
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    )
+    return idle_share(spans)
+
+
+def idle_share(spans: Sequence[tuple[int, int]]) -> float | None:
+    """Of sorted (start, end), which may overlap: what none covers, between the first start and the last end."""
+    if not spans:
+        return None
+    covered, reached = 0, spans[0][0]
+    for start, end in spans:
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1 - covered / max(1, reached - spans[0][0])
+
+
+def table(points: Sequence[Point]) -> str:
+    lines = [
+        "| policy | streams | tokens/s | gap ms p50 | p99 | rows a step | loop lag ms p50 | p99 | launch ms p50 | p99 "
+        "| CPU µs a token | looks a step | GPU idle |",
+        "|---" * 13 + "|",
+    ]
+    for point in points:
+        idle = "" if point.gpu_idle is None else f"{point.gpu_idle:.1%}"
+        lines.append(
+            f"| {point.policy} | {point.streams} | {point.tokens_per_s:.0f} | {point.gap_ms_p50:.2f} "
+            f"| {point.gap_ms_p99:.2f} | {point.rows_a_step:.1f} | {point.lag_ms_p50:.2f} | {point.lag_ms_p99:.2f} "
+            f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} "
+            f"| {idle} |"
+        )
+    last = points[-1]
+    stages = ", ".join(f"{stage} {us:.1f}" for stage, us in last.cpu_us_by_stage.items())
+    lines += ["", f"CPU µs a token by stage, {last.policy} at {last.streams} streams: {stages}"]
+    return "\n".join(lines)
+
+
+async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> list[Point]:
+    tokenizer = HFTokenizer.from_folder(model)
+    renderer = PromptRenderer(tokenizer, ChatTemplate.from_folder(model))
+    renderer.encode_chat([{"role": "user", "content": "warm up"}])
+    timed = TimedRunner(runner)
+    freeze_heap()
+    points = []
+    try:
+        for policy in arguments.policies:
+            async with serving(timed, scheduler_options(arguments, policy), renderer, tokenizer) as (
+                engine,
+                url,
+                metrics,
+            ):
+                for streams in arguments.streams:
+                    point = await measure(
+                        engine, timed, url, metrics, policy, streams, arguments.tokens, arguments.rounds
+                    )
+                    points.append(point)
+                    print(json.dumps(asdict(point)), file=sys.stderr, flush=True)  # noqa: T201  # if it is cut short
+    finally:
+        await runner.aclose()
+    return points
+
+
+def scheduler_options(arguments: argparse.Namespace, policy: Any) -> SchedulerOptions:
+    return SchedulerOptions(
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=4096,
+        policy=policy,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device-wait", choices=("auto", "timer", "thread", "poll"), default="auto")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama1b")
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64, 256))
+    parser.add_argument("--policies", nargs="+", choices=("sync", "overlap"), default=("sync", "overlap"))
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=2, help="requests a stream")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    prepare_process()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder), arguments.shape)
+        from aserve.model.runner import load_runner
+
+        options = ModelOptions(load_format="dummy", device=arguments.device, device_wait=arguments.device_wait)
+        runner = load_runner(options, scheduler_options(arguments, "overlap"), model)
+        points = uvloop.run(run(arguments, runner, model))
+    print(table(points))  # noqa: T201
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(point) for point in points], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
