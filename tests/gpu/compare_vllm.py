@@ -154,7 +154,7 @@ class Client:
             self._process = subprocess.Popen(
                 [python, str(Path(__file__).with_name("vllm_client.py"))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-                env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=environment | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self._log = log
 
