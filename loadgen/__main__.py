@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from loadgen import chrome, figures, html, live, metrics, report, runner
+    from loadgen import chrome, figures, live, metrics, page, report, runner
 
     outputs = _destinations(arguments, "json", "html", "trace", "markdown")
     options = _options(arguments, arguments.base_url)
@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
             case "json":
                 path.write_bytes(report.to_json(result, summary))
             case "html":
-                path.write_text(html.run_page(result, summary), encoding="utf-8")
+                path.write_text(page.run_page(result, summary), encoding="utf-8")
             case "trace":
                 path.write_bytes(chrome.to_trace(result))
             case _:
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from loadgen import html, sweep
+    from loadgen import page, sweep
 
     outputs = _destinations(arguments, "json", "html", "markdown")
     options = _options(arguments, arguments.base_url)
@@ -83,7 +83,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
             case "json":
                 path.write_bytes(sweep.to_json(found))
             case "html":
-                path.write_text(html.sweep_page(found), encoding="utf-8")
+                path.write_text(page.sweep_page(found), encoding="utf-8")
             case _:
                 path.write_text(sweep.markdown(found), encoding="utf-8")
     return 0 if found.best is not None else 1

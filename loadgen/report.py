@@ -17,7 +17,7 @@ from loadgen.sample import Sample
 SCHEMA = 2
 """Raised whenever a reader of the JSON would have to change."""
 
-_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _OPTIONAL = ("inter-token", "queue, by the server (headers)")
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 
@@ -54,12 +54,14 @@ def markdown(result: RunResult, summary: Summary) -> str:
         f"{throughput.requests_per_s:,.2f} requests/s, {throughput.output_tokens_per_s:,.1f} output tokens/s"
         + (f"; goodput {summary.goodput.share:.1%}" if summary.goodput else ""),
         "",
-        f"| ms | {' | '.join(_COLUMNS)} |",
-        f"|---|{'---|' * len(_COLUMNS)}",
+        f"| ms | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
     ]
     for name, values in latency_rows(summary):
         if values is not None:
-            lines.append(f"| {name.strip()} | {' | '.join(_ms(getattr(values, column)) for column in _COLUMNS)} |")
+            lines.append(
+                f"| {name.strip()} | {' | '.join(milliseconds(getattr(values, column)) for column in COLUMNS)} |"
+            )
     if summary.client.bound_by:
         lines += [
             "",
@@ -236,8 +238,8 @@ def _parts(summary: Summary) -> Iterable[str]:
     yield f"{'part':<24}{'ok':>8}{'left':>8}{'failed':>8}{'TTFT p50':>12}{'p99':>10}{'E2E p50':>12}{'p99':>10}"
     for name, part in summary.parts.items():
         first, whole = part.first_content_ms, part.e2e_ms
-        cells = [_ms(d.p50) if d else "-" for d in (first, whole)]
-        tails = [_ms(d.p99) if d else "-" for d in (first, whole)]
+        cells = [milliseconds(d.p50) if d else "-" for d in (first, whole)]
+        tails = [milliseconds(d.p99) if d else "-" for d in (first, whole)]
         errors = ", ".join(f"{count} × {kind}" for kind, count in part.errors.items())
         yield (
             f"{name:<24}{part.num_ok:>8,}{part.num_aborted:>8,}{part.num_requests - part.num_ok:>8,}"
@@ -246,12 +248,14 @@ def _parts(summary: Summary) -> Iterable[str]:
 
 
 def _latencies(summary: Summary) -> Iterable[str]:
-    yield f"{'ms':<34}{''.join(f'{column:>10}' for column in _COLUMNS)}{'n':>10}"
+    yield f"{'ms':<34}{''.join(f'{column:>10}' for column in COLUMNS)}{'n':>10}"
     for name, values in latency_rows(summary):
         if values is not None or name not in _OPTIONAL:
             yield _row(name, values)
     if summary.server_queue:
-        figures = ", ".join(f"{key[:-3]} {_ms(value)}" for key, value in summary.server_queue.items() if key != "count")
+        figures = ", ".join(
+            f"{key[:-3]} {milliseconds(value)}" for key, value in summary.server_queue.items() if key != "count"
+        )
         yield f"{'queue, by the server (metrics)':<34}{figures} of {summary.server_queue['count']:,.0f}"
 
 
@@ -276,18 +280,19 @@ def latency_rows(summary: Summary) -> list[tuple[str, Distribution | None]]:
 def _row(name: str, values: Distribution | None) -> str:
     if values is None:
         return f"{name:<34}{'-':>10}"
-    cells = "".join(f"{_ms(getattr(values, column)):>10}" for column in _COLUMNS)
+    cells = "".join(f"{milliseconds(getattr(values, column)):>10}" for column in COLUMNS)
     return f"{name:<34}{cells}{values.count:>10,}"
 
 
-def _ms(value: float) -> str:
+def milliseconds(value: float) -> str:
+    """Return a value as short as it stays useful, without its unit."""
     return f"{value:,.0f}" if value >= 10_000 else f"{value:,.1f}" if value >= 100 else f"{value:,.2f}"
 
 
 def _client(summary: Summary, is_colored: bool) -> Iterable[str]:
     client = summary.client
     lags = [
-        f"{name} lag p99 {_ms(d.p99)} ms, max {_ms(d.max)}"
+        f"{name} lag p99 {milliseconds(d.p99)} ms, max {milliseconds(d.max)}"
         for name, d in (("loop", client.loop_lag_ms), ("send", client.send_lag_ms))
         if d is not None
     ]

@@ -21,6 +21,7 @@ from typing import Any, cast
 from loadgen import codec, ws_parser
 from loadgen.alarm import Alarm, best_alarm
 from loadgen.arrivals import normal
+from loadgen.errors import LoadgenError
 from loadgen.runner import loop_factory
 from loadgen.ws_parser import FrameParser, Opcode
 
@@ -306,7 +307,10 @@ def main(script: Script, *, port: int, truth: str | None) -> int:
         loop = asyncio.get_running_loop()
         alarm = best_alarm(perf_counter)
         stub = Stub(script, alarm)
-        server = await loop.create_server(lambda: Wire(stub), "127.0.0.1", port)
+        try:
+            server = await loop.create_server(lambda: Wire(stub), "127.0.0.1", port)
+        except OSError as error:
+            raise LoadgenError(f"port {port} cannot be served on: {error}") from error
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ended.set)
