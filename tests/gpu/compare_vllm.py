@@ -33,9 +33,12 @@ from make_models import SHAPES, write_model
 
 ROOT: Final = Path(__file__).parents[2]
 READY_S_MAX: Final = 300
-POINT_S_MAX: Final = 200
 MANY_STREAMS: Final = 64
 """From here on the requests come from several client processes: one would be the bottleneck."""
+
+
+class Failed(Exception):
+    """A server or a client of the comparison did not do its part; the others go on."""
 
 
 # --- servers
@@ -109,9 +112,9 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, Start]]:
         start = Start(server.name)
         while not is_healthy(url):
             if process.poll() is not None:
-                raise SystemExit(f"{server.name} ended before it was ready:\n{log.read_text()[-2000:]}")
+                raise Failed(f"{server.name} ended before it was ready:\n{log.read_text()[-2000:]}")
             if time.monotonic() - started_s > READY_S_MAX:
-                raise SystemExit(f"{server.name} was not ready after {READY_S_MAX} s:\n{log.read_text()[-2000:]}")
+                raise Failed(f"{server.name} was not ready after {READY_S_MAX} s:\n{log.read_text()[-2000:]}")
             time.sleep(0.05)
         start.ready_s = time.monotonic() - started_s
         body = {"model": "m", "prompt": "one", "max_tokens": 1}
@@ -164,11 +167,11 @@ class Client:
         self._process.stdin.flush()
 
     def answer(self) -> str:
-        """The next line. Raises SystemExit if the client has ended."""
+        """The next line. Raises Failed if the client has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"the client has ended:\n{self._log.read_text()[-2000:]}")
+            raise Failed(f"the client has ended:\n{self._log.read_text()[-2000:]}")
         return line
 
     def close(self) -> None:
@@ -201,7 +204,7 @@ def drive(
     answers = [json.loads(client.answer()) for client in clients]
     for answer in answers:
         if "error" in answer or answer["failed"]:
-            raise SystemExit(f"the client failed: {answer.get('error') or answer['errors']}")
+            raise Failed(f"the client failed: {answer.get('error') or answer['errors']}")
     return answers
 
 
@@ -319,34 +322,48 @@ def measure(arguments: argparse.Namespace, report: Report, model: Path, clients:
     deadline_s = time.monotonic() + arguments.deadline
     known = servers(arguments, model)
     for name in arguments.servers:
-        points = [(run, streams) for run in range(arguments.runs) for streams in arguments.streams]
-        if name == "vllm4":  # what more front ends are for
-            points = [(run, streams) for run, streams in points if streams >= MANY_STREAMS]
-        if time.monotonic() > deadline_s:
-            report.not_run.append(name)
-            continue
-        with running(known[name], arguments.out / f"{name}.log") as (url, start):
-            report.starts.append(start)
-            lengths = (arguments.input, arguments.output)
-            drive(clients, url, model, streams=4, requests=8, seed=7, lengths=lengths)
-            for run, streams in points:
-                if time.monotonic() > deadline_s:
-                    report.not_run.append(f"{name} at {streams} streams")
-                    continue
-                used = clients if streams >= MANY_STREAMS else clients[:1]
-                requests = min(max(8, streams * arguments.rounds), 1024)
-                seed = 10_000 * (run + 1) + 10 * streams
-                answers = drive(
-                    used, url, model, streams=streams, requests=requests, seed=seed, lengths=lengths,
-                    more=shlex.split(arguments.client_args),
-                )  # fmt: skip
-                report.points.append(Point.of(name, streams, run, answers))
-                (arguments.out / f"{report.shape}-{name}-{streams}-{run}.json").write_text(json.dumps(answers))
-                save(report, arguments.out)
-        for _ in range(arguments.restarts):
-            with running(known[name], arguments.out / f"{name}-again.log") as (_, start):
-                report.starts.append(start)
+        try:
+            measure_one(arguments, report, known[name], model, clients, deadline_s)
+        except (Failed, OSError) as error:
+            report.not_run.append(f"the rest of {name}: {error}")
         save(report, arguments.out)
+
+
+def measure_one(
+    arguments: argparse.Namespace,
+    report: Report,
+    server: Server,
+    model: Path,
+    clients: Sequence[Client],
+    deadline_s: float,
+) -> None:
+    points = [(run, streams) for run in range(arguments.runs) for streams in arguments.streams]
+    if server.name == "vllm4":  # what more front ends are for
+        points = [(run, streams) for run, streams in points if streams >= MANY_STREAMS]
+    if time.monotonic() > deadline_s:
+        report.not_run.append(server.name)
+        return
+    with running(server, arguments.out / f"{server.name}.log") as (url, start):
+        report.starts.append(start)
+        lengths = (arguments.input, arguments.output)
+        drive(clients, url, model, streams=4, requests=8, seed=7, lengths=lengths)
+        for run, streams in points:
+            if time.monotonic() > deadline_s:
+                report.not_run.append(f"{server.name} at {streams} streams")
+                continue
+            used = clients if streams >= MANY_STREAMS else clients[:1]
+            requests = min(max(8, streams * arguments.rounds), 1024)
+            seed = 10_000 * (run + 1) + 10 * streams
+            answers = drive(
+                used, url, model, streams=streams, requests=requests, seed=seed, lengths=lengths,
+                more=shlex.split(arguments.client_args),
+            )  # fmt: skip
+            report.points.append(Point.of(server.name, streams, run, answers))
+            (arguments.out / f"{report.shape}-{server.name}-{streams}-{run}.json").write_text(json.dumps(answers))
+            save(report, arguments.out)
+    for _ in range(arguments.restarts):
+        with running(server, arguments.out / f"{server.name}-again.log") as (_, start):
+            report.starts.append(start)
 
 
 def save(report: Report, out: Path) -> None:
@@ -394,7 +411,7 @@ def main() -> int:
         finally:
             save(report, arguments.out)
             sys.stdout.write(report.markdown() + "\n")
-    return 0
+    return 1 if report.not_run else 0
 
 
 if __name__ == "__main__":
