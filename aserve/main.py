@@ -140,7 +140,11 @@ async def _serve(
         observer=MetricsObserver(metrics),
         log=log.logger.bind(part="engine"),
     )
-    watch = LoopWatch(metrics.loop_lag, interval_s=config.metrics.loop_lag_interval_ms / 1000)
+    watch = LoopWatch(
+        metrics.loop_lag,
+        interval_s=config.metrics.loop_lag_interval_ms / 1000,
+        is_idle=lambda: engine.is_idle,
+    )
     gc_watch = GcWatch(metrics.gc_pause)
 
     def more_statistics() -> dict[str, Any]:

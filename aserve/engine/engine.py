@@ -423,6 +423,11 @@ class Engine:
 
     # --- looking
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is open."""
+        return not self._calls
+
     def flush_prefix_cache(self) -> int:
         """Forget every cached prefix; returns the number of blocks let go. Running requests keep theirs."""
         before = self.scheduler.ledger.num_cached

@@ -18,7 +18,9 @@ class LogOptions:
     )
     file: str = _option("", "Append to this file, which may be rotated at any time; empty is standard error.")
     ring_size: int = _option(8192, "Records that wait to be written; the oldest are dropped and counted.")
-    flush_interval_ms: int = _option(100, "How often waiting records are written.")
+    flush_interval_ms: int = _option(
+        100, "How often waiting records are written; a quarter as often while there are none."
+    )
     close_timeout_s: float = _option(2.0, "How long the end of the program waits for the last records to be written.")
 
 
@@ -30,4 +32,6 @@ class MetricsOptions:
         True, "Report under the vllm:* names too, which existing dashboards and autoscalers read."
     )
     process: bool = _option(True, "Report memory, CPU time and open files of the process.")
-    loop_lag_interval_ms: int = _option(20, "How often the lateness of the event loop is sampled; 0 is never.")
+    loop_lag_interval_ms: int = _option(
+        20, "How often the lateness of the event loop is sampled, a tenth as often while idle; 0 is never."
+    )

@@ -111,7 +111,7 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         renderer=renderer,
         model_names=("scripted",),
         options=ServerOptions(port=arguments.port),
-        limits=LimitOptions(),
+        limits=LimitOptions(idle_timeout_s=3600.0),
         log=Logger.silent(),
         metrics=metrics,
         more_statistics=lambda: {"loop": asdict(watch.statistics())},

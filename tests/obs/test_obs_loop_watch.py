@@ -66,15 +66,30 @@ async def test_blocked_loop_is_seen() -> None:
     assert sum(lag.counts[2:]) >= 1
 
 
-async def test_task_ends_with_aclose() -> None:
-    """After ``aclose``, twice even, no task is left."""
-    watch = LoopWatch(histogram())
-    before = asyncio.all_tasks()
+async def test_nothing_is_sampled_after_aclose() -> None:
+    """Closing twice is harmless; a timer of the same interval fires after the one that was cancelled would have."""
+    watch = LoopWatch(histogram(), interval_s=0.001)
     watch.start()
     await watch.aclose()
     await watch.aclose()
+    later = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.002, later.set_result, None)
+    await later
 
-    assert asyncio.all_tasks() == before
+    assert watch.statistics().num_samples == 0
+
+
+async def test_idle_loop_is_looked_at_less_often() -> None:
+    """Ten times as rarely for as long as the owner says that it is idle."""
+    asked = iter([False, True])
+    times = iter([100.0, 100.5, 100.5, 107.5, 107.5])
+    watch = LoopWatch(histogram(), interval_s=0.5, is_idle=lambda: next(asked, False), clock=lambda: next(times))
+    watch.start()
+    for _ in range(2):
+        watch._on_timer()
+    await watch.aclose()
+
+    assert watch.statistics().max_ms == pytest.approx(2000)
 
 
 def test_collections_are_counted() -> None:
