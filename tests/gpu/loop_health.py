@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -182,28 +182,36 @@ async def measure(
         cpu_us=cpu_us,
         cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
         looks_a_step=looks / num_steps,
-        gpu_idle=await gpu_idle(lambda: load(url, streams, tokens, rounds=rounds, seed=3)),
+        gpu_idle=await gpu_idle(engine, url, streams, tokens),
     )
 
 
-async def gpu_idle(make_load: Callable[[], Any]) -> float | None:
+def make_profiler() -> Any:
+    """Of kernels alone: what notes the host's calls too would slow the host."""
+    import torch
+
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+
+async def gpu_idle(engine: Engine, url: str, streams: int, tokens: int) -> float | None:
     """Share of the time between the first kernel and the last in which none ran, in the middle of a load."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    loading = asyncio.create_task(make_load())
-    await asyncio.sleep(1.5)  # the client's start, and the prefill of the first prompts
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    rounds = 4 if streams >= MANY_STREAMS else 8  # some seconds: the profiler takes its time to start
+    loading = asyncio.create_task(load(url, streams, tokens, rounds=rounds, seed=3))
+    while engine.statistics().num_running < streams and not loading.done():  # noqa: ASYNC110  # nobody announces it
+        await asyncio.sleep(0.02)
+    profiler = make_profiler()
     profiler.start()
     await asyncio.sleep(PROFILE_S)
     profiler.stop()
     await loading
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # it is there
     )
     return idle_share(spans)
 
@@ -244,6 +252,9 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
     renderer = PromptRenderer(tokenizer, ChatTemplate.from_folder(model))
     renderer.encode_chat([{"role": "user", "content": "warm up"}])
     timed = TimedRunner(runner)
+    if arguments.device == "cuda":  # the first start of a profiler takes seconds
+        with make_profiler():
+            pass
     freeze_heap()
     points = []
     try:
