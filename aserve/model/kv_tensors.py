@@ -23,25 +23,22 @@ class KVTensors:
     heads: a layer is [2, H, N, P, D], K first. Blocks selected along N lie behind one another as [H, B * P, D]: what is
     gathered is a matmul's operand without a further copy.
 
-    rows: a block's K and V of all layers lie together, [N, layers, 2, H, P * D], and keys lie in it as [D, P]: so a
-    row of one dimension's P keys, or of one token's value, is what a weighted sum of rows takes, wherever its block is.
-    Memory is touched as blocks are handed out, in huge pages where the system has them: reading a cache of 377 MB took
-    30 ms in them and 38 ms without, one thread.
+    rows: a block's K and V of all layers lie together, [N, layers, 2, H, P * D], and keys lie in it as [D, P]: what
+    ``cpu_kernels`` reads of a block is one stretch of memory, a vector's width at a time. Memory is touched as blocks
+    are handed out, in huge pages where the system has them.
 
     blocks: a layer is [2, H, N, P, D] by its strides, and in memory [N, 2, H, P, D]: what a GPU reads of one block
     lies in one page of its memory.
 
     keys, values: a layer's as [N, P, H, D], strided; written through.
     blocks: a layer's rows of P * D elements, a head's K or V of one block; ``block_rows`` says which. Not for blocks.
-    layers: the tensors themselves, not for rows. key_rows, value_rows: for rows only, see ``bags``.
+    layers: the tensors themselves, not for rows.
     """
 
     layers: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     blocks: tuple[Tensor, ...]
-    key_rows: tuple[Tensor, ...]
-    value_rows: tuple[Tensor, ...]
     memory: Tensor
     shape: KVShape
     num_blocks: int
@@ -66,8 +63,6 @@ class KVTensors:
                 keys=tuple(layer[0].permute(1, 2, 0, 3) for layer in layers_2HNPD),
                 values=tuple(layer[1].permute(1, 2, 0, 3) for layer in layers_2HNPD),
                 blocks=tuple(layer.view(-1, block_size * dim) for layer in layers_2HNPD),
-                key_rows=(),
-                value_rows=(),
                 memory=memory,
                 shape=shape,
                 num_blocks=num_blocks,
@@ -81,8 +76,6 @@ class KVTensors:
                 keys=tuple(layer[0].permute(1, 2, 0, 3) for layer in layers_2HNPD),
                 values=tuple(layer[1].permute(1, 2, 0, 3) for layer in layers_2HNPD),
                 blocks=(),
-                key_rows=(),
-                value_rows=(),
                 memory=memory,
                 shape=shape,
                 num_blocks=num_blocks,
@@ -95,8 +88,6 @@ class KVTensors:
             keys=tuple(by_head[:, i, 0].view(*per_head, dim, block_size).permute(0, 3, 1, 2) for i in range(layers)),
             values=tuple(by_head[:, i, 1].view(*per_head, block_size, dim).permute(0, 2, 1, 3) for i in range(layers)),
             blocks=tuple(memory.view(-1, block_size * dim)[i * 2 * heads :] for i in range(layers)),
-            key_rows=tuple(memory.view(-1, block_size)[i * 2 * heads * dim :] for i in range(layers)),
-            value_rows=tuple(memory.view(-1, dim)[(i * 2 + 1) * heads * block_size :] for i in range(layers)),
             memory=memory,
             shape=shape,
             num_blocks=num_blocks,
@@ -142,7 +133,9 @@ def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device, *, huge_
     if device.type != "cpu":
         return torch.zeros(num_elements, dtype=dtype, device=device)
     num_bytes = num_elements * dtype.itemsize
-    pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES)
+    # Shared memory, which is what mmap makes unasked, has no huge pages on most systems.
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
+    pages = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, **flags)
     if huge_pages and sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)

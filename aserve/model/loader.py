@@ -4,18 +4,20 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from aserve.errors import ModelError
-from aserve.model.attention.bags import BagAttention
+from aserve.model.attention.pages import PageAttention
 from aserve.model.attention.tiled import TiledAttention
 from aserve.model.batch import LanguageModel
 from aserve.model.config import ModelConfig
+from aserve.model.cpu_decoder import CpuDecoder, require_int8_support
 from aserve.model.decoder import Decoder, ReadTensor, tensor_shapes
-from aserve.model.linear import PackedLinear, PlainLinear, make_int8_linear, make_linear
+from aserve.model.linear import PackedLinear, PlainLinear
 from aserve.model.reference import ReferenceModel
 
 _NAMES_LISTED_MAX = 4
@@ -35,7 +37,7 @@ def load_model(
 
     load_format: dummy makes random weights of the config's shape and reads no others.
     reference: float32 whatever ``dtype``, and logits that do not depend on the batch to the bit.
-    quantization: int8 rounds the weights of a native bfloat16 decoder; see ``Int8Linear``.
+    quantization: int8 rounds the weights of a native bfloat16 decoder; see ``CpuDecoder``.
     Raises ModelError, one sentence, for whatever keeps this folder from being served.
     """
     folder = Path(folder)
@@ -44,6 +46,8 @@ def load_model(
     if quantization != "none" and (reference or config.decoder is None):
         what = "reference mode" if reference else f"{config.model_type} models, which run transformers' own code"
         raise ModelError(f"model.quantization is not available for {what}.")
+    if quantization == "int8":
+        require_int8_support(config, dtype, torch.device(device))
     model: LanguageModel
     if config.decoder is None:
         from aserve.model.fallback import load_fallback  # loads transformers' modelling code, seconds that others save
@@ -57,9 +61,10 @@ def load_model(
             # Its forwards always have 16 rows, where packed weights are a fifth faster in float32 too.
             linear = PackedLinear if PackedLinear.is_available(torch.device(device)) else PlainLinear
             model = Decoder(config, read, dtype=dtype, attention=TiledAttention(), linear=linear)
+        elif CpuDecoder.is_supported(config, dtype, torch.device(device)):
+            model = CpuDecoder(config, read, quantization=quantization)
         else:
-            make = make_int8_linear if quantization == "int8" else make_linear
-            model = Decoder(config, read, dtype=dtype, attention=BagAttention(), layout="rows", linear=make)
+            model = Decoder(config, read, dtype=dtype, attention=PageAttention(), layout="rows")
     return ReferenceModel(model) if reference else model
 
 
@@ -124,7 +129,7 @@ class _DummyCheckpoint:
         self._shapes = shapes
         # On a CPU in float32, so that precisions can be compared; on a device as they will be, billions in a second.
         self._where: dict[str, Any] = {} if device.type == "cpu" else {"device": device, "dtype": dtype}
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
@@ -133,6 +138,7 @@ class _DummyCheckpoint:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        self._generator.manual_seed(crc32(name.encode()))  # whatever order a decoder reads them in
         return torch.randn(shape, generator=self._generator, **self._where).mul_(shape[1] ** -0.5)
 
 

@@ -2,7 +2,8 @@
 
     python tests/model/bench_attention.py --threads 2 --rows 16 --context 1024
 
-Times whole steps, then the same steps with attention left out; the difference is attention. Prints the least
+Times whole steps, then the same steps with attention left out; the difference is attention (where it is a part of its
+own: steps of few rows are one call). Prints the least
 milliseconds of the repeats, the share, and the rate at which the cache was read. On a machine that others use too,
 ``--cpu-time`` counts this process's own time, shared out over its threads (set OMP_WAIT_POLICY=passive).
 """
@@ -18,6 +19,8 @@ import torch
 
 from aserve.model.attention import StepAttention
 from aserve.model.batch import ForwardBatch, LanguageModel
+from aserve.model.cpu_decoder import CpuDecoder
+from aserve.model.cpu_kernels.few_rows import ROWS_MAX
 from aserve.model.decoder import Decoder
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.loader import load_model
@@ -96,7 +99,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="*", default=[32, 1024])
     parser.add_argument("--chunk", type=int, nargs="*", default=[512])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cpu-time", action="store_true")
@@ -114,7 +117,7 @@ def main() -> None:
             kv = KVTensors.allocate(model.kv_shape, num_blocks=num_blocks, block_size=arguments.block_size)
             whole_ms = least_ms(model, batch, kv, arguments.repeats, clock)
             line = f"decode {num_rows:3} rows x {context:5}: {whole_ms:7.1f} ms, {num_rows / whole_ms * 1e3:6.0f} tok/s"
-            if isinstance(model, Decoder):
+            if isinstance(model, Decoder) or (isinstance(model, CpuDecoder) and num_rows > ROWS_MAX):
                 kernel, model._attention = model._attention, NoAttention()
                 rest_ms = least_ms(model, batch, kv, arguments.repeats, clock)
                 model._attention = kernel

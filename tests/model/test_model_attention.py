@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aserve.model.attention import PagedAttention
-from aserve.model.attention.bags import BagAttention
+from aserve.model.attention.pages import PageAttention
 from aserve.model.attention.sdpa import SdpaAttention
 from aserve.model.attention.tiled import TiledAttention
 from aserve.model.batch import ForwardBatch, KVShape
@@ -15,7 +15,7 @@ from aserve.model.kv_tensors import KVTensors
 
 pytestmark = pytest.mark.torch
 
-KERNELS = {"bags": BagAttention, "sdpa": SdpaAttention, "tiled": TiledAttention}
+KERNELS = {"pages": PageAttention, "sdpa": SdpaAttention, "tiled": TiledAttention}
 HEAD_DIM = 16
 NUM_LAYERS = 3
 LAYER = 1
@@ -57,7 +57,7 @@ def check(
             num_kv_heads=num_kv_heads,
             head_dim=HEAD_DIM,
             dtype=dtype,
-            layout="rows" if isinstance(kernel, BagAttention) else "heads",
+            layout="rows" if isinstance(kernel, PageAttention) else "heads",
         ),
         num_blocks=sum(nums_blocks) + 5,
         block_size=block_size,

@@ -1,4 +1,4 @@
-"""Fixed-weight products in every layout, and what rounding weights to 8 bits costs."""
+"""Fixed-weight products in every layout, and what rounding weights to 8 bits costs a model."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from families import PagedDriver, hf_model, prompt, save
 from torch import Tensor
 
 from aserve.errors import ModelError
-from aserve.model.linear import Int8Linear, Linear, PackedLinear, PlainLinear, make_int8_linear, make_linear
+from aserve.model.linear import Linear, PackedLinear, PlainLinear, make_linear
 from aserve.model.loader import load_model
 from aserve.model.norm import RmsNorm
 
@@ -44,33 +44,12 @@ def test_a_packed_weight_multiplies_like_a_plain_one(num_rows: int) -> None:
     assert error(make_linear(weight, bias), inputs(num_rows), weight, bias) < 0.005
 
 
-@pytest.mark.skipif(not HAS_BFLOAT16, reason="int8 weights need a CPU with native bfloat16")
-@pytest.mark.parametrize("num_rows", ROWS)
-def test_int8_weights_lose_their_own_rounding_only(num_rows: int) -> None:
-    """At any number of rows the result is the exact product's within the weights' rounding, a hundredth."""
-    weight, bias = weights()
-
-    assert error(Int8Linear(weight, bias), inputs(num_rows), weight, bias) < 0.012
-
-
-@pytest.mark.skipif(not HAS_BFLOAT16, reason="int8 weights need a CPU with native bfloat16")
-def test_int8_rows_do_not_mix() -> None:
-    """A row that is zero gives the bias; one that is not a number stays alone with it."""
-    weight, bias = weights()
-    x = inputs(4)
-    x[1], x[2, 5] = 0, torch.nan
-
-    y = Int8Linear(weight, bias)(x)
-
-    assert torch.equal(y[1], bias)
-    assert y[2].isnan().all()
-    assert y[[0, 3]].isfinite().all()
-
-
-def test_int8_is_refused_for_float32() -> None:
+def test_int8_is_refused_for_float32(tmp_path: Path) -> None:
     """Quantised weights come beside bfloat16 activations only, and the error says so."""
+    folder = save(hf_model("llama"), tmp_path)
+
     with pytest.raises(ModelError, match="bfloat16"):
-        make_int8_linear(torch.randn(4, 4))
+        load_model(folder, dtype=torch.float32, quantization="int8")
 
 
 def test_int8_is_refused_in_reference_mode(tmp_path: Path) -> None:
@@ -123,9 +102,8 @@ def test_int8_keeps_a_real_models_likelihood(default_model_folder: Path) -> None
 
 
 @pytest.mark.skipif(not HAS_BFLOAT16, reason="int8 weights need a CPU with native bfloat16")
-def test_random_tokens_get_the_same_model_from_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_tokens_get_the_same_model_from_int8(tmp_path: Path) -> None:
     """A whole decoder with rounded weights, few rows and many, stays within a tenth of its logits' spread."""
-    monkeypatch.setattr(Int8Linear, "ELEMENTS_MIN", 0)
     folder, tokens = save(hf_model("llama"), tmp_path), prompt(30)
     exact = PagedDriver(load_model(folder, dtype=torch.float32)).step(chunks={"a": tokens})["a"]
     driver = PagedDriver(load_model(folder, dtype=torch.bfloat16, quantization="int8"))

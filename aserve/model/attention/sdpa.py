@@ -1,6 +1,6 @@
 """Paged attention for the CPU: blocks are gathered into a workspace, over which torch's fused attention runs.
 
-For a cache in the order of heads, which the models of transformers' own code have; ``bags`` is faster for the others.
+For a cache in the order of heads, which the models of transformers' own code have; ``pages`` is faster for the others.
 
 Shape suffixes: T tokens of the step, S sequences of a group, A query heads, H kv heads, G = A / H queries that share a
 kv head, D head_dim, B gathered blocks of a sequence, L gathered tokens of a sequence.
