@@ -52,12 +52,15 @@ def model_folder(shape: Shape, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, **options: Any) -> tuple[CudaRunner, float]:
-    """A runner, and the seconds from nothing to ready."""
+def load(folder: Path, options: argparse.Namespace) -> CudaRunner:
+    """A runner; how long it took is said."""
     started_s = time.perf_counter()
-    scheduler = SchedulerOptions(max_num_seqs=256, max_num_batched_tokens=4096, **options)
-    runner = load_cuda_runner(ModelOptions(load_format="dummy"), scheduler, folder)
-    return runner, time.perf_counter() - started_s
+    scheduler = SchedulerOptions(max_num_seqs=256, max_num_batched_tokens=4096, block_size=options.block_size)
+    runner = load_cuda_runner(ModelOptions(load_format="dummy", kv_cache_gib=options.kv_cache_gib), scheduler, folder)
+    seconds = time.perf_counter() - started_s
+    parts = {name: round(value, 2) for name, value in runner._start_seconds.items()}
+    say(f"{folder.name} from nothing to ready {seconds:.2f} s: {parts}; {runner.info.num_blocks} blocks")
+    return runner
 
 
 class Host:
@@ -214,12 +217,14 @@ async def watchers(host: Host) -> None:
             await host.bind(lengths, SamplingParams(temperature=0))
             plans = [{"rows": rows_of(lengths, step)} for step in range(NUM_STEPS)]
             await host.run(plans[:10], depth)
+            host.launch_s.clear()
             cpu_s, wall_s = time.process_time(), time.perf_counter()
             seconds = await host.run(plans[10:], depth)
             share = (time.process_time() - cpu_s) / (time.perf_counter() - wall_s)
             say(
                 f"{host.shape.name} {num_rows} rows, {host.runner._watcher_name}, depth {depth}: step "
-                f"{statistics.median(seconds) * 1e3:.3f} ms  p99 {percentile_ms(seconds, 0.99):.3f}  CPU {share:.2f}"
+                f"{statistics.median(seconds) * 1e3:.3f} ms  p99 {percentile_ms(seconds, 0.99):.3f}  CPU {share:.2f}  "
+                f"launch p50 {percentile_ms(host.launch_s, 0.5):.3f} p99 {percentile_ms(host.launch_s, 0.99):.3f}"
             )
 
 
@@ -262,26 +267,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--kv-cache-gib", type=float, default=0.0, help="0 takes what is free, as the server does")
     options = parser.parse_args()
     for shape in SHAPES:
         if shape.name not in options.shapes:
             continue
         with tempfile.TemporaryDirectory() as temporary:
-            folder = model_folder(shape, Path(temporary))
-            runner, seconds = load(folder)
-            parts = {name: round(value, 2) for name, value in runner._start_seconds.items()}
-            say(f"{shape.name} from nothing to ready {seconds:.2f} s: {parts}; {runner.info.num_blocks} blocks")
+            folder = model_folder(shape, Path(temporary) / shape.name)
+            runner = load(folder, options)
             if "start" in options.parts:
                 asyncio.run(runner.aclose())
                 del runner
                 gc.collect()
                 torch.cuda.empty_cache()
-                runner, seconds = load(folder)
-                parts = {name: round(value, 2) for name, value in runner._start_seconds.items()}
-                say(f"{shape.name} again, in the same process {seconds:.2f} s: {parts}")
+                runner = load(folder, options)
         with torch.inference_mode():
             for part in runner._kv.memory.split(1 << 30):
                 part.normal_()
+        torch.cuda.synchronize()
         uvloop.run(measure(Host(runner, shape), options.parts))
         del runner
         gc.collect()

@@ -62,9 +62,10 @@ _NUM_EXTRA_PROGRAMS: Final = 8
 
 
 @triton.jit
-def _join(words_ptr, records_ptr, tables_ptr, table_stride, num_columns, BLOCK_J: tl.constexpr, BLOCK_B: tl.constexpr):
+def _join(
+    words_ptr, count, records_ptr, tables_ptr, table_stride, num_columns, BLOCK_J: tl.constexpr, BLOCK_B: tl.constexpr
+):  # fmt: skip
     """Records of the joining slots, and block tables of nothing but the trash block."""
-    count = tl.load(words_ptr + _JOINS)
     slots_ptr = words_ptr + tl.load(words_ptr + _JOINS + 1)
     source_ptr = words_ptr + tl.load(words_ptr + _JOIN_RECORDS)
     word = tl.arange(0, WORDS)
@@ -154,17 +155,21 @@ def _differences_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     if program == 0:
-        count = tl.load(words_ptr + _LEAVES)
-        slots_ptr = words_ptr + tl.load(words_ptr + _LEAVES + 1)
-        lane = tl.arange(0, 256)
-        for start in tl.range(0, count, 256):
-            inside = start + lane < count
-            slot = tl.load(slots_ptr + start + lane, mask=inside, other=0).to(tl.int64)
-            tl.store(records_ptr + slot * WORDS + DONE, tl.full([256], 1, tl.int32), mask=inside)
-        tl.debug_barrier()  # a slot may be left and joined in the same step
-        _join(words_ptr, records_ptr, tables_ptr, table_stride, num_columns, BLOCK_J=16, BLOCK_B=128)
-        tl.debug_barrier()
-        _write(words_ptr, records_ptr, tables_ptr, table_stride, seen_ptr, vocab_size, BLOCK=512)
+        num_leaves = tl.load(words_ptr + _LEAVES)
+        num_joins = tl.load(words_ptr + _JOINS)
+        num_writes = tl.load(words_ptr + _TABLE_WRITES) + tl.load(words_ptr + _TOKEN_WRITES)
+        if num_leaves + num_joins > 0:
+            slots_ptr = words_ptr + tl.load(words_ptr + _LEAVES + 1)
+            lane = tl.arange(0, 256)
+            for start in tl.range(0, num_leaves, 256):
+                inside = start + lane < num_leaves
+                slot = tl.load(slots_ptr + start + lane, mask=inside, other=0).to(tl.int64)
+                tl.store(records_ptr + slot * WORDS + DONE, tl.full([256], 1, tl.int32), mask=inside)
+            tl.debug_barrier()  # a slot may be left and joined in the same step
+            _join(words_ptr, num_joins, records_ptr, tables_ptr, table_stride, num_columns, BLOCK_J=16, BLOCK_B=128)
+            tl.debug_barrier()
+        if num_writes > 0:
+            _write(words_ptr, records_ptr, tables_ptr, table_stride, seen_ptr, vocab_size, BLOCK=512)
     else:
         count = tl.load(words_ptr + _EXTRAS)
         extras_ptr = words_ptr + tl.load(words_ptr + _EXTRAS + 1)
