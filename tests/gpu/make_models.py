@@ -7,6 +7,7 @@ printable ASCII characters. Every token is whole text: a random model never leav
 server would wait, and a prompt of so many random tokens is the same number of tokens again when it is read back.
 """
 
+import argparse
 import itertools
 import json
 import sys
@@ -127,11 +128,12 @@ def write_model(parent: Path, name: str) -> Path:
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        sys.stderr.write(__doc__ or "")
-        return 2
-    for name in sys.argv[2:] or SHAPES:
-        sys.stdout.write(f"{write_model(Path(sys.argv[1]), name)}\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shapes", nargs="*", metavar="shape", help=", ".join(SHAPES))
+    arguments = parser.parse_args()
+    for name in arguments.shapes or SHAPES:
+        sys.stdout.write(f"{write_model(arguments.folder, name)}\n")
     return 0
 
 
