@@ -113,7 +113,9 @@ async def test_each_response_counts_like_an_answer_of_its_own() -> None:
         await eventually(lambda: served.log.fields_of("request.finished"))
         page = served.metrics.render().decode()
 
-    statuses = re.findall(r'aserve_http_responses_total{method="WEBSOCKET",route="/v1/responses",status="(\d+)"} 1.0', page)
+    statuses = re.findall(
+        r'aserve_http_responses_total{method="WEBSOCKET",route="/v1/responses",status="(\d+)"} 1.0', page
+    )
     assert sorted(statuses) == ["200", "404", "499", "500"]
 
 
