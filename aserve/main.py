@@ -27,7 +27,7 @@ from aserve.model.hub import ModelSource, resolve_model
 from aserve.obs.drain import Log, open_log
 from aserve.obs.loop_watch import GcWatch, LoopWatch, freeze_heap
 from aserve.obs.metrics import Metrics
-from aserve.server.app import Server, check_address, raise_file_limit
+from aserve.server.app import Server, check_address
 from aserve.text.chat_template import ChatTemplate, PromptRenderer
 from aserve.text.tokenizer import HFTokenizer
 
@@ -150,7 +150,6 @@ async def _serve(
     def more_statistics() -> dict[str, Any]:
         return {"loop": asdict(watch.statistics()), "gc": {"pause_max_ms": round(gc_watch.max_s * 1000, 3)}}
 
-    raise_file_limit()
     server = Server(
         engine=engine,
         renderer=renderer,

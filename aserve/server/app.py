@@ -1,7 +1,6 @@
 """The server: what every request passes through, and the life of the listening socket."""
 
 import asyncio
-import contextlib
 import errno
 import resource
 import socket
@@ -32,7 +31,6 @@ LAST_WORDS_S: Final = 2.0
 """How long answers may take to leave the sockets once the engine has ended them all."""
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Labels; a client may send any other word."""
-FILES_WANTED: Final = 65_536
 SPARE_DESCRIPTORS: Final = 64
 """File descriptors that connections leave to the rest of the process."""
 
@@ -257,16 +255,6 @@ class Server:
         response = self._problem(call, error)
         self._finish(call, response.status)
         return response
-
-
-def raise_file_limit() -> None:
-    """Let this process open ``FILES_WANTED`` files, or as many as its user may: each connection is one, and most shells
-    start programs with 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a system with a lower bound of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _default_connections() -> int:

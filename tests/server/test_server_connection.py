@@ -1,7 +1,6 @@
 """Connections: their clocks, clients that leave, that do not read, that pipeline; draining and the port."""
 
 import asyncio
-import resource
 import socket
 import struct
 
@@ -11,7 +10,7 @@ from server_builders import JSON, FakeRenderer, RecordingLog, chat, eventually, 
 
 from aserve.errors import ConfigError
 from aserve.obs.metrics import Metrics
-from aserve.server.app import FILES_WANTED, Server, raise_file_limit
+from aserve.server.app import Server
 from aserve.server.options import LimitOptions, ServerOptions
 
 CHAT = "/v1/chat/completions"
@@ -240,19 +239,6 @@ async def test_connection_over_the_cap_is_told_so() -> None:
 
     assert refused.startswith(b"HTTP/1.1 503 ") or refused == b""  # a reset may overtake the answer
     assert admitted.startswith(b"HTTP/1.1 200 ")
-
-
-def test_file_limit_is_raised_as_far_as_allowed() -> None:
-    """From what a shell gives to the hard limit or what we want, the smaller of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        raise_file_limit()
-        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-    assert raised == (FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard))
 
 
 async def test_http_1_0_client_gets_a_plain_body() -> None:
