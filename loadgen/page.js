@@ -35,7 +35,7 @@ function linear(low, high, from, to) {
   const span = high - low || 1;
   const scale = value => from + (value - low) / span * (to - from);
   scale.invert = at => low + (at - from) / (to - from) * span;
-  const step = niceStep(span / 6);
+  const step = niceStep(span / 8);
   scale.ticks = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) scale.ticks.push(tick);
   return scale;

@@ -3,9 +3,11 @@
 import ast
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,16 @@ PACKAGE = Path(loadgen.__file__).parent
 
 
 async def command(*arguments, base_url="http://127.0.0.1:9", interrupt_when=None):
+    """Run ``loadgen run`` and return its exit status and output."""
+    return await loadgen_command(
+        "run", "--base-url", base_url, "--model", "m", *arguments, interrupt_when=interrupt_when
+    )
+
+
+async def loadgen_command(*arguments, interrupt_when=None):
     """Run the command and return its exit status and output."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "loadgen", "run", "--base-url", base_url, "--model", "m", *arguments),
+        *(sys.executable, "-m", "loadgen", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=PACKAGE.parent,
@@ -141,6 +150,102 @@ async def test_options_that_make_no_run(arguments, complaint):
 
     assert status == 2
     assert complaint in output
+
+
+async def test_a_scenario_is_run_and_its_keys_replaced(tmp_path):
+    """A scenario of the library runs with flags and keys laid over it, and every form of report is written."""
+    names = {kind: str(tmp_path / f"run.{kind}") for kind in ("json", "html", "trace", "markdown")}
+    async with loopback_server(answer_well) as server:
+        status, output = await command(
+            "chat",
+            *("--num-requests", "4", "--concurrency", "4", "--max-tokens", "4"),
+            *("--set", "work.think_ms=1", "--set", "arrivals.ramp_s=0"),
+            *(part for kind, name in names.items() for part in (f"--{kind}", name)),
+            base_url=server.base_url,
+        )
+
+    assert status == 0, output
+    assert "chat: closed loop, 4 at once" in output
+    assert "goodput     100.0% of 8" in output
+    assert [len(body["messages"]) for body in server.bodies] == [1] * 4 + [3] * 4
+    fields = json.loads((tmp_path / "run.json").read_bytes())
+    assert [(r["index"], r["turn"]) for r in fields["requests"]] == [(i, t) for i in range(4) for t in range(2)]
+    assert fields["figures"]["goodput_share"] == 1.0
+    assert "</html>" in (tmp_path / "run.html").read_text()
+    assert json.loads((tmp_path / "run.trace").read_bytes())["traceEvents"]
+    assert "| TPOT |" in (tmp_path / "run.markdown").read_text()
+
+
+async def test_a_broken_limit_sets_the_exit_status():
+    """A limit fails the command and is named."""
+    async with loopback_server(answer_well) as server:
+        kept = await command("--num-requests", "3", "--limit", "e2e_ms_p99 < 5000", base_url=server.base_url)
+        broken = await command("--num-requests", "3", "--limit", "e2e_ms_p99 < 0.001", base_url=server.base_url)
+
+    assert kept[0] == 0, kept[1]
+    assert broken[0] == 1
+    assert "limit       e2e_ms_p99 < 0.001: it is" in broken[1]
+
+
+async def test_a_sweep_and_a_comparison(tmp_path):
+    """Both run from the command line and write what they found."""
+    async with loopback_server(answer_well) as server:
+        swept = await loadgen_command(
+            *("sweep", "--base-url", server.base_url, "--model", "m", "--low", "40", "--high", "80"),
+            *("--seconds", "0.3", "--html", str(tmp_path / "sweep.html"), "--json", str(tmp_path / "sweep.json")),
+        )
+        compared = await loadgen_command(
+            *("compare", server.base_url, server.base_url, "--model", "m", "--rounds", "2", "--num-requests", "4"),
+            *("--limit", "e2e_ms_p50 < 1000", "--markdown", str(tmp_path / "compare.md")),
+        )
+
+    assert swept[0] == 0, swept[1]
+    assert "highest load that holds: 80 requests/s" in swept[1]
+    assert [point["load"] for point in json.loads((tmp_path / "sweep.json").read_bytes())["points"]] == [40, 80]
+    assert "</html>" in (tmp_path / "sweep.html").read_text()
+    assert compared[0] == 0, compared[1]
+    assert "round 2 of 2" in compared[1]
+    assert "| e2e_ms_p50 |" in (tmp_path / "compare.md").read_text()
+
+
+async def test_the_library_is_listed_and_shown():
+    """Names with what they are about; a name gives its file."""
+    _, listed = await loadgen_command("scenarios")
+    _, shown = await loadgen_command("scenarios", "rag")
+
+    assert "hostile" in listed
+    assert shown == (PACKAGE / "scenarios" / "rag.toml").read_text()
+
+
+async def test_the_stub_serves_and_writes_its_truth(tmp_path):
+    """The scripted server takes any port, names it, names its model, and says at its end what it played."""
+    truth = tmp_path / "truth.json"
+    stub = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "loadgen", "stub", "--port", "0", "--ttft-ms", "1", "--gap-ms", "1"),
+        *("--truth", str(truth)),
+        stdout=subprocess.PIPE,
+        cwd=PACKAGE.parent,
+    )
+    base_url = (await stub.stdout.readline()).decode().strip()
+    status, output = await loadgen_command("run", "--base-url", base_url, "--num-requests", "5", "--max-tokens", "3")
+    stub.send_signal(signal.SIGTERM)
+    await stub.wait()
+
+    assert status == 0, output
+    assert output.startswith("stub at ")
+    answers = json.loads(truth.read_bytes())["answers"]
+    assert [len(each["event_ms"]) for each in answers] == [3] * 5
+
+
+def test_it_can_be_installed_on_its_own():
+    """Its own project file names nothing but the two optional packages, and takes every kind of file along."""
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())
+
+    assert [re.match(r"[\w-]+", each)[0] for each in project["project"]["dependencies"]] == ["uvloop", "orjson"]
+    patterns = project["tool"]["setuptools"]["package-data"]["loadgen"]
+    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file() and "docs" not in path.parts}
+    data = {path for path in files if path.suffix not in (".py", ".pyc") and path.name != "pyproject.toml"}
+    assert {path for path in data if not any(path.match(p) for p in patterns)} <= {Path("README.md")}
 
 
 def test_help_loads_next_to_nothing():
