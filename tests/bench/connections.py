@@ -72,14 +72,13 @@ class Connection(asyncio.Protocol):
 class Server:
     """``scripted_server.py`` in a process of its own."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, *flags: str) -> None:
         self._process = subprocess.Popen(
-            [
-                sys.executable, ROOT / "tests/bench/scripted_server.py", "--no-sampler",
-                "--step-ms", str(1000 / arguments.tokens_per_s), "--max-num-seqs", str(max(arguments.streams, 1)),
-            ],
-            stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            [sys.executable, ROOT / "tests/bench/scripted_server.py", "--no-sampler", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline().rpartition(":")[2])
 
@@ -215,7 +214,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     arguments = parser.parse_args()
     raise_file_limit(arguments.idle + arguments.streams)
-    server = Server(arguments)
+    server = Server("--step-ms", str(1000 / arguments.tokens_per_s), "--max-num-seqs", str(max(arguments.streams, 1)))
     try:
         report = uvloop.run(measure(arguments, server))
     finally:

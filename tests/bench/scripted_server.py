@@ -10,6 +10,7 @@ import asyncio
 import json
 import resource
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -120,6 +121,10 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     await engine.start()
     _, port = await server.start()
+    if arguments.send_buffer:
+        assert server._listener is not None
+        for listener in server._listener.sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, arguments.send_buffer)
     watch.start()
     freeze_heap()
     sampler = Sampler()
@@ -162,6 +167,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--policy", default="overlap")
+    parser.add_argument("--send-buffer", type=int, default=0, help="bytes that the kernel keeps for a slow reader")
     parser.add_argument("--no-sampler", action="store_true", help="leave the stages out, and their cost")
     report = uvloop.run(serve(parser.parse_args()))
     sys.stdout.write(json.dumps(report) + "\n")
