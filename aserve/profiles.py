@@ -92,8 +92,9 @@ PROFILES: Final[Mapping[str, Profile]] = MappingProxyType(
             "a small machine that does other things too: little memory, few wake-ups",
             {
                 "scheduler.max_num_seqs": Choice(
-                    4, "A household, not a crowd: logits and sampler state shrink with the rows."
+                    8, "A household, not a crowd, and as many rows as one reading of the weights serves."
                 ),
+                "model.quantization": Choice("auto", "Half the bytes to read a step, which is what a step's time is."),
                 "scheduler.max_num_batched_tokens": Choice(
                     128, "The workspace of a step is as large as its token budget."
                 ),

@@ -98,6 +98,7 @@ class CpuDecoder:
         self._shape = shape = config.decoder
         self._weights = _read_weights(shape, read, quantization)
         self._attention = PageAttention()
+        self.is_int8 = quantization == "int8"
         self._frequencies = inverse_frequencies(shape.rope, shape.head_dim)
         self._windows = np.array([window or 0 for window in shape.windows], np.int64)
         self._uses_rope = np.array(shape.uses_rope, np.bool_)

@@ -31,18 +31,21 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: Literal["auto", "dummy"] = "auto",
     reference: bool = False,
-    quantization: Literal["none", "int8"] = "none",
+    quantization: Literal["none", "int8", "auto"] = "none",
 ) -> LanguageModel:
     """Blocks for as long as the weights take to read.
 
     load_format: dummy makes random weights of the config's shape and reads no others.
     reference: float32 whatever ``dtype``, and logits that do not depend on the batch to the bit.
-    quantization: int8 rounds the weights of a native bfloat16 decoder; see ``CpuDecoder``.
+    quantization: int8 rounds the weights of a native bfloat16 decoder, auto where it can; see ``CpuDecoder``.
     Raises ModelError, one sentence, for whatever keeps this folder from being served.
     """
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
     dtype = torch.float32 if reference else dtype
+    if quantization == "auto":
+        is_able = not reference and CpuDecoder.is_supported(config, dtype, torch.device(device))
+        quantization = "int8" if is_able else "none"
     if quantization != "none" and (reference or config.decoder is None):
         what = "reference mode" if reference else f"{config.model_type} models, which run transformers' own code"
         raise ModelError(f"model.quantization is not available for {what}.")

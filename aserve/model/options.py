@@ -20,9 +20,9 @@ class ModelOptions:
         "auto",
         "Precision of weights and cache: auto is bfloat16 where the device computes it natively; float16 is for GPUs.",
     )
-    quantization: Literal["none", "int8"] = _option(
+    quantization: Literal["none", "int8", "auto"] = _option(
         "none",
-        "int8 rounds large matrices on a CPU with native bfloat16: less to read at few rows, more memory.",
+        "int8 rounds weights, on a CPU with native bfloat16: half as much to read at few rows; auto: where it can.",
     )
     device: Literal["auto", "cpu", "cuda"] = _option(
         "auto", "Where the model runs; auto takes a GPU where there is one."

@@ -30,6 +30,7 @@ from aserve.engine.ports import Runner, RunnerInfo
 from aserve.errors import ModelError
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.config import ModelConfig
+from aserve.model.cpu_decoder import CpuDecoder
 from aserve.model.host_sampler import HostSampler
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.loader import load_model
@@ -335,7 +336,7 @@ def has_gpu() -> bool:
 
 
 def _suits_gpu(options: ModelOptions, folder: Path) -> bool:
-    return options.quantization == "none" and ModelConfig.from_folder(folder).decoder is not None
+    return options.quantization != "int8" and ModelConfig.from_folder(folder).decoder is not None
 
 
 def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CpuRunner:
@@ -391,7 +392,8 @@ def _load(
         kv_cache_bytes=int(options.kv_cache_gib * memory.GIB),
     )
     kv = KVTensors.allocate(kv_shape, num_blocks=size.num_blocks, block_size=scheduler.block_size)
-    precision = str(dtype).removeprefix("torch.") + (", int8 weights" if options.quantization == "int8" else "")
+    is_int8 = isinstance(model, CpuDecoder) and model.is_int8
+    precision = str(dtype).removeprefix("torch.") + (", int8 weights" if is_int8 else "")
     about = f"cpu, {precision}, {num_threads} thread{'s' if num_threads > 1 else ''}"
     info = RunnerInfo(
         model_name=next(iter(options.served_model_name), options.model or folder.name),

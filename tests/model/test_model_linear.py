@@ -111,3 +111,15 @@ def test_random_tokens_get_the_same_model_from_int8(tmp_path: Path) -> None:
     parts = [driver.step(chunks={"a": tokens[:20]})["a"], *(driver.step(rows={"a": t})["a"] for t in tokens[20:])]
 
     assert (torch.cat(parts) - exact).square().mean().sqrt() < 0.1 * exact.std()
+
+
+def test_auto_rounds_where_it_can_and_keeps_weights_elsewhere(tmp_path: Path) -> None:
+    """With bfloat16 on a CPU that has it; never in float32, nor in reference mode."""
+    folder = save(hf_model("llama"), tmp_path)
+
+    loaded = [
+        load_model(folder, dtype=dtype, reference=reference, quantization="auto")
+        for dtype, reference in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True))
+    ]
+
+    assert [getattr(model, "is_int8", False) for model in loaded] == [HAS_BFLOAT16, False, False]
