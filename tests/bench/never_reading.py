@@ -46,7 +46,7 @@ async def all_parked(server: Server, num_clients: int) -> None:
     while (await server.statistics())["engine"]["num_parked"] < num_clients:
         if time.monotonic() > end_s:
             raise SystemExit(f"The crowd was not parked within {PARKING_TIMEOUT_S:.0f} s.")
-        await asyncio.sleep(0.05)  # noqa: ASYNC110 - the server is another process and tells of nothing by itself
+        await asyncio.sleep(0.05)
 
 
 async def measure(server: Server, num_slots: int, num_newcomers: int) -> dict[str, Any]:
