@@ -15,7 +15,7 @@ Importing this loads neither torch nor aiohttp; starting an engine loads torch.
 """
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -295,7 +295,7 @@ class Engine:
         sampling = prepared.fields
         return core.submit_nowait(
             GenerationRequest(
-                request_id=f"gen-{uuid.uuid4().hex}",
+                request_id=f"gen-{secrets.token_hex(16)}",
                 prompts=tuple(each.ids for each in prepared.prompts),
                 params=with_length(prepared.params, min(lengths)),
                 n=prepared.n,

@@ -1,8 +1,8 @@
 """One HTTP request on its way through the server."""
 
 import re
+import secrets
 import time
-import uuid
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ MAX_NAME_CHARS = 64
 def request_label(request: web.BaseRequest) -> str:
     """The client's X-Request-ID if it is safe to repeat, else a fresh one. It only names the request to people."""
     label = request.headers.get("X-Request-ID", "")
-    return label if _LABEL.fullmatch(label) else f"req-{uuid.uuid4().hex}"
+    return label if _LABEL.fullmatch(label) else f"req-{secrets.token_hex(16)}"
 
 
 def plain_names(names: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ has a clock for each of the three. A half-closed socket counts as a disconnect: 
 """
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -92,7 +92,7 @@ class Connection(web.RequestHandler):
         self._socket.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
         if self._limits.max_connections and self._counts.open > self._limits.max_connections:
             self._counts.refused += 1
-            self._socket.write(_TOO_MANY % uuid.uuid4().hex.encode())
+            self._socket.write(_TOO_MANY % secrets.token_hex(16).encode())
             self._close_socket_soon()
             return
         super().connection_made(transport)

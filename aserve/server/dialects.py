@@ -1,7 +1,7 @@
 """What chat and completions do differently once the prompts are known: ids, chunks and answers."""
 
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +33,7 @@ class ChatDialect(Dialect):
     prompt_param = "messages"
 
     def __init__(self, prepared: Prepared[ChatRequest], model: str, tokenizer: Vocabulary) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"chatcmpl-{secrets.token_hex(16)}"
         self._prepared = prepared
         self._base: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self._token_bytes = tokenizer.token_bytes
@@ -66,7 +66,7 @@ class TextDialect(Dialect):
     default_tokens = 16
 
     def __init__(self, prepared: Prepared[CompletionRequest], model: str, tokenizer: Vocabulary) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.id = f"cmpl-{secrets.token_hex(16)}"
         self._prepared = prepared
         self._base: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer

@@ -1,8 +1,8 @@
 """Responses from a checked body to the end: what HTTP and the websocket share."""
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,14 +90,14 @@ class ResponseCalls:
     ) -> Iterator[Run]:
         """Submit it; on the way out whatever still runs is aborted. elapsed_s: since the request arrived."""
         fields = ready.prepared.fields
-        response_id = f"resp_{uuid.uuid4().hex}"
+        response_id = f"resp_{secrets.token_hex(16)}"
         with self._intake.open_generation(owner):
             stream = self._intake.submit(
                 ready.prepared, request_id=response_id, owner=owner, elapsed_s=elapsed_s, prompt_param="input"
             )
             state = ResponseState(
                 id=response_id,
-                item_id=f"msg_{uuid.uuid4().hex}",
+                item_id=f"msg_{secrets.token_hex(16)}",
                 created_at=int(time.time()),
                 model=fields.model or self._default_model,
                 echo=_echo(fields, ready.prepared.params),

@@ -43,7 +43,7 @@ def test_accept_key_of_the_standard() -> None:
     """The example of RFC 6455, section 1.3."""
     check_upgrade(UPGRADE)
 
-    assert accept_headers(UPGRADE["Sec-WebSocket-Key"])["Sec-WebSocket-Accept"] == "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+    assert accept_headers(UPGRADE)["Sec-WebSocket-Accept"] == "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
 
 
 @pytest.mark.parametrize(
