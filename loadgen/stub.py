@@ -162,14 +162,15 @@ class Answer:
         if self._kind == "responses":
             return {"type": "response.output_text.delta", "delta": word, "output_index": 0}
         choice = {"delta": {"content": word}} if self._kind == "chat" else {"text": word}
-        return {"model": MODEL, "choices": [{"index": 0, **choice, "finish_reason": None}], "usage": None}
+        return self._head(is_chunk=True) | {"choices": [{"index": 0, **choice, "finish_reason": None}], "usage": None}
 
     def _ending(self, num_tokens: int) -> list[dict[str, Any]]:
         if self._kind == "responses":
             return [{"type": "response.completed", "response": self._whole(num_tokens)}]
         choice: dict[str, Any] = {"delta": {}} if self._kind == "chat" else {"text": ""}
-        finish = {"model": MODEL, "choices": [{"index": 0, **choice, "finish_reason": "length"}], "usage": None}
-        return [finish, {"model": MODEL, "choices": [], "usage": self._usage(num_tokens)}]
+        head = self._head(is_chunk=True)
+        finish = head | {"choices": [{"index": 0, **choice, "finish_reason": "length"}], "usage": None}
+        return [finish, head | {"choices": [], "usage": self._usage(num_tokens)}]
 
     def _whole(self, num_tokens: int) -> dict[str, Any]:
         text = "".join(self._words)
@@ -178,7 +179,12 @@ class Answer:
             message = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
             return {"object": "response", "status": "completed", "model": MODEL, "output": [message], "usage": usage}
         choice = {"message": {"role": "assistant", "content": text}} if self._kind == "chat" else {"text": text}
-        return {"model": MODEL, "choices": [{"index": 0, **choice, "finish_reason": "length"}], "usage": usage}
+        head = self._head(is_chunk=False)
+        return head | {"choices": [{"index": 0, **choice, "finish_reason": "length"}], "usage": usage}
+
+    def _head(self, *, is_chunk: bool) -> dict[str, Any]:
+        kind = "text_completion" if self._kind == "completions" else f"chat.completion{'.chunk' if is_chunk else ''}"
+        return {"id": "stub", "object": kind, "created": 0, "model": MODEL}
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
         names = (
