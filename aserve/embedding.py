@@ -26,7 +26,7 @@ from aserve.config import Config, find_keyword, load_config
 from aserve.core.request import FinishReason, SamplingParams
 from aserve.engine.engine import Engine as CoreEngine
 from aserve.engine.engine import EngineStatistics, Health
-from aserve.engine.generation import Delta, GenerationRequest, Usage
+from aserve.engine.generation import Delta, Usage
 from aserve.engine.ports import Runner, RunnerInfo, Tokenizer
 from aserve.engine.stream import TokenStream
 from aserve.errors import (
@@ -40,7 +40,7 @@ from aserve.errors import (
 )
 from aserve.server.ports import Renderer
 from aserve.server.prepare import Prepared, Preparer
-from aserve.server.sampling import ModelFacts, stop_strings, with_length
+from aserve.server.sampling import ModelFacts
 from aserve.text.chat_template import ChatTemplate, PromptRenderer
 
 T = TypeVar("T")
@@ -291,23 +291,9 @@ class Engine:
         prepared = prepare(body) if is_small else await asyncio.to_thread(prepare, body)
         if prepared.unknown:
             raise InvalidRequest(f"There is no field {prepared.unknown[0]!r}.", param=prepared.unknown[0])
-        lengths = [core.fit(len(each.ids), prepared.max_tokens) for each in prepared.prompts]
-        sampling = prepared.fields
+        request_id = f"gen-{secrets.token_hex(16)}"
         return core.submit_nowait(
-            GenerationRequest(
-                request_id=f"gen-{secrets.token_hex(16)}",
-                prompts=tuple(each.ids for each in prepared.prompts),
-                params=with_length(prepared.params, min(lengths)),
-                n=prepared.n,
-                seed=None if sampling.seed is None else sampling.seed & 0xFFFF_FFFF_FFFF_FFFF,
-                stop=stop_strings(sampling),
-                include_stop_str_in_output=bool(sampling.include_stop_str_in_output),
-                ignore_eos=bool(sampling.ignore_eos),
-                skip_special_tokens=sampling.skip_special_tokens is not False,
-                priority=sampling.priority or 0,
-                cache_salt=sampling.cache_salt or "",
-                deadline_s=sampling.timeout,
-            )
+            prepared.request(request_id, core.fit, prompt_param="prompt", deadline_s=prepared.fields.timeout)
         )
 
 

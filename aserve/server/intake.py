@@ -5,15 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from aserve.core.request import SamplingParams
-from aserve.engine.generation import GenerationRequest
-from aserve.errors import ContextLengthExceeded, DeadlineExceeded, Draining, RateLimited
+from aserve.errors import DeadlineExceeded, Draining, RateLimited
 from aserve.server.body import check_json_headers, read_body
 from aserve.server.call import Call, plain_names
 from aserve.server.options import LimitOptions
 from aserve.server.ports import Engine, Logger, Stream
 from aserve.server.prepare import Prepared
-from aserve.server.sampling import stop_strings, with_length
 from aserve.server.schema import SamplingFields
 from aserve.server.workers import Workers
 
@@ -97,8 +94,7 @@ class Intake:
         prompt_param: str,
         default_tokens: int | None = None,
     ) -> Stream:
-        """elapsed_s: since the request arrived, for its time limit. prompt_param: the field to blame for a prompt that
-        is too long. default_tokens: None is all the room there is."""
+        """elapsed_s: since the request arrived, for its time limit. The others: as ``Prepared.request``."""
         fields: SamplingFields = prepared.fields
         self.check_open()  # once more: the body may have taken its time
         deadline_s = None
@@ -106,31 +102,13 @@ class Intake:
             deadline_s = fields.timeout - elapsed_s
             if deadline_s <= 0:
                 raise DeadlineExceeded("The request's time limit passed before it could be queued.")
-        params = self._with_length(prepared, default_tokens, prompt_param)
         return self._engine.submit_nowait(
-            GenerationRequest(
-                request_id=request_id,
-                prompts=tuple(prompt.ids for prompt in prepared.prompts),
-                params=params,
-                n=prepared.n,
-                seed=None if fields.seed is None else fields.seed & 0xFFFF_FFFF_FFFF_FFFF,
-                stop=stop_strings(fields),
-                include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-                ignore_eos=bool(fields.ignore_eos),
-                skip_special_tokens=fields.skip_special_tokens is not False,
-                priority=fields.priority or 0,
-                # Hits across keys would let one client time what another one's prompts begin with.
-                cache_salt=f"{owner[:32]}:{fields.cache_salt or ''}" if owner else fields.cache_salt or "",
+            prepared.request(
+                request_id,
+                self._engine.fit,
+                prompt_param=prompt_param,
+                default_tokens=default_tokens,
                 deadline_s=deadline_s,
                 owner=owner,
             )
         )
-
-    def _with_length(self, prepared: Prepared[Any], default: int | None, prompt_param: str) -> SamplingParams:
-        """The params with the length that fits all prompts."""
-        try:
-            lengths = [self._engine.fit(len(prompt.ids), prepared.max_tokens, default) for prompt in prepared.prompts]
-        except ContextLengthExceeded as error:
-            error.param = prepared.max_tokens_param if error.param == "max_tokens" else prompt_param
-            raise
-        return with_length(prepared.params, min(lengths))

@@ -3,15 +3,16 @@
 Pure but for the tokenizer, and thread-safe: large bodies are prepared in a worker thread.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from aserve.core.request import SamplingParams
-from aserve.errors import InvalidRequest, ModelNotFound, Unsupported
+from aserve.engine.generation import GenerationRequest
+from aserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from aserve.server.ports import Renderer, Vocabulary
 from aserve.server.prompts import Prompt, TemplateChoices, as_prompt_ids, chat_ids, completion_prompts
-from aserve.server.sampling import ModelFacts, sampling_params, truncate_to
+from aserve.server.sampling import ModelFacts, sampling_params, stop_strings, truncate_to, with_length
 from aserve.server.schema import (
     ApplyTemplateRequest,
     ChatRequest,
@@ -23,6 +24,9 @@ from aserve.server.schema import (
 )
 
 F = TypeVar("F", bound=SamplingFields)
+
+Fit = Callable[[int, int | None, int | None], int]
+"""(prompt tokens, length that was sent, default) -> the length to use: ``Engine.fit``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,46 @@ class Prepared(Generic[F]):
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def request(
+        self,
+        request_id: str,
+        fit: Fit,
+        *,
+        prompt_param: str,
+        default_tokens: int | None = None,
+        deadline_s: float | None = None,
+        owner: str = "",
+    ) -> GenerationRequest:
+        """What the engine is to do, of the length that fits all prompts.
+
+        fit: the engine's. prompt_param: the field to blame for a prompt that is too long. default_tokens: where no
+        length was sent; None is all the room there is. Raises ContextLengthExceeded or InvalidRequest.
+        """
+        fields = self.fields
+        return GenerationRequest(
+            request_id=request_id,
+            prompts=tuple(prompt.ids for prompt in self.prompts),
+            params=with_length(self.params, self._fitting_length(fit, default_tokens, prompt_param)),
+            n=self.n,
+            seed=None if fields.seed is None else fields.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            stop=stop_strings(fields),
+            include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+            ignore_eos=bool(fields.ignore_eos),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            priority=fields.priority or 0,
+            # Hits across keys would let one client time what another one's prompts begin with.
+            cache_salt=f"{owner[:32]}:{fields.cache_salt or ''}" if owner else fields.cache_salt or "",
+            deadline_s=deadline_s,
+            owner=owner,
+        )
+
+    def _fitting_length(self, fit: Fit, default: int | None, prompt_param: str) -> int:
+        try:
+            return min(fit(len(prompt.ids), self.max_tokens, default) for prompt in self.prompts)
+        except ContextLengthExceeded as error:
+            error.param = self.max_tokens_param if error.param == "max_tokens" else prompt_param
+            raise
 
 
 class Preparer:

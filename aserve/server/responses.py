@@ -16,7 +16,7 @@ from aserve.server.ports import Renderer
 from aserve.server.prepare import Prepared, Preparer
 from aserve.server.prompts import Prompt, TemplateChoices, as_prompt_ids
 from aserve.server.sampling import sampling_params
-from aserve.server.schema import UNSUPPORTED, SamplingFields, convert, unknown_fields
+from aserve.server.schema import UNSUPPORTED, ContentPart, SamplingFields, convert, plain_turn, unknown_fields
 
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDABLE: Final = frozenset(
@@ -58,13 +58,11 @@ _NEEDLESS: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of chat and completions that have no place here, with the values that ask for nothing."""
 
+PART_TYPES: Final = ("input_text", "output_text", "text")
+"""Of content parts that carry text."""
+
 Turn = dict[str, Any]
 """A message as a chat template takes it: role and content."""
-
-
-class InputPart(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
-    text: str | None = None
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +70,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputPart] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,24 +213,7 @@ def _turn(item: InputItem, path: str) -> Turn:
         )
     if item.role is None:
         raise InvalidRequest(f"'{path}.role' is required.", param=f"{path}.role")
-    content = item.content
-    if content is None:
-        raise InvalidRequest(f"'{path}.content' must be a string or a list of text parts.", param=f"{path}.content")
-    if not isinstance(content, str):
-        content = "\n".join([_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content)])
-    # Templates know no 'developer'; the official API defines it as the newer name of 'system'.
-    return {"role": "system" if item.role == "developer" else item.role, "content": content}
-
-
-def _part_text(part: InputPart, path: str) -> str:
-    if part.type not in ("input_text", "output_text", "text"):
-        raise Unsupported(
-            f"Content parts of type '{part.type[:64]}' are not supported: this server takes text only.",
-            param=f"{path}.type",
-        )
-    if part.text is None:
-        raise InvalidRequest(f"'{path}.text' is required.", param=f"{path}.text")
-    return part.text
+    return plain_turn(item.role, item.content, path, PART_TYPES)
 
 
 class ResponsePreparer:

@@ -270,17 +270,24 @@ def _plain_message(message: Message, path: str) -> dict[str, Any]:
         )
     if message.tool_calls:
         raise Unsupported("Tool calls are not supported by this server.", param=f"{path}.tool_calls")
-    content = message.content
+    return plain_turn(message.role, message.content, path, ("text",))
+
+
+def plain_turn(
+    role: str, content: str | list[ContentPart] | None, path: str, part_types: tuple[str, ...]
+) -> dict[str, Any]:
+    """A message as a chat template takes it. part_types: what a part of text is called in this API."""
     if content is None:
         raise InvalidRequest(f"'{path}.content' must be a string or a list of text parts.", param=f"{path}.content")
     if not isinstance(content, str):
-        content = "\n".join([_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)])
+        texts = [_part_text(part, f"{path}.content[{i}]", part_types) for i, part in enumerate(content)]
+        content = "\n".join(texts)
     # Templates know no 'developer'; the official API defines it as the newer name of 'system'.
-    return {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
-def _part_text(part: ContentPart, path: str) -> str:
-    if part.type != "text":
+def _part_text(part: ContentPart, path: str, part_types: tuple[str, ...]) -> str:
+    if part.type not in part_types:
         raise Unsupported(
             f"Content parts of type '{part.type[:64]}' are not supported: this server takes text only.",
             param=f"{path}.type",
