@@ -90,11 +90,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from loadgen import compare
+    from loadgen import compare, figures
 
     outputs = _destinations(arguments, "json", "markdown")
     sides = [_options(arguments, url, model=model) for url, model in _sides(arguments)]
-    limits = tuple(compare.parse_limit(text) for text in arguments.limit or ())
+    limits = tuple(figures.parse_limit(text) for text in arguments.limit or ())
 
     def show(text: str) -> None:
         sys.stderr.write(text + "\n")

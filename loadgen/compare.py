@@ -103,11 +103,6 @@ def ratios(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str,
     return found
 
 
-def parse_limit(text: str) -> Limit:
-    """Make a limit on a ratio. Raises UsageError."""
-    return figures.parse_limit(text)
-
-
 def broken(comparison: Comparison, limits: tuple[Limit, ...]) -> list[str]:
     """Return a sentence for each limit that the whole interval breaks, or whose ratio could not be measured."""
     sentences = []

@@ -10,7 +10,7 @@ from time import perf_counter, process_time
 from loadgen.alarm import Alarm, best_alarm
 from loadgen.arrivals import ClosedLoop, Schedule, due_s, share
 from loadgen.client import Client, Clock, Connect
-from loadgen.exchange import Exchange, Ticket
+from loadgen.exchange import Ticket
 from loadgen.options import RunOptions
 from loadgen.result import DriverResult
 from loadgen.sample import Sample
@@ -210,15 +210,13 @@ class Driver:
             ask, body = self._turns.take(index, turn, conversation)
             keeps_text = options.history == "served" and turn + 1 < num_turns
             ticket = self._ticket(index, turn, ask, intended_s, lag_s=lag_s, keeps_text=keeps_text)
-            exchange = await self._send(body, ticket)
-            if exchange is None or turn + 1 == num_turns:
+            sent = await self._send(body, ticket)
+            if sent is None or turn + 1 == num_turns:
                 return
-            sample = self._samples[-1]
+            sample, text = sent
             if not sample.is_ok or sample.is_aborted:
                 return
-            if keeps_text:
-                text = exchange.text()
-            else:
+            if not keeps_text:
                 text = drawn_answer(index, turn, options.seed, ask.max_tokens or options.template.max_tokens)
             conversation += [*ask.messages, {"role": "assistant", "content": text}]
             intended_s = sample.end_s + ask.think_s
@@ -227,8 +225,11 @@ class Driver:
                 return
             lag_s = self._clock() - self._start_s - intended_s
 
-    async def _send(self, body: bytes, ticket: Ticket) -> Exchange | None:
-        """Send one turn when there is a place for it and keep its sample; None where the run was stopped before."""
+    async def _send(self, body: bytes, ticket: Ticket) -> tuple[Sample, str] | None:
+        """Send one turn when there is a place for it; None where the run was stopped before.
+
+        Keeps its sample and returns it with the answer's text, which is empty unless the ticket asks for it.
+        """
         self._num_held_back += self._permits.locked()
         async with self._permits:
             if self._is_stopping:
@@ -240,7 +241,7 @@ class Driver:
         self._samples.append(sample)
         self._num_ok += sample.is_ok
         self._num_events += exchange.num_events
-        return exchange
+        return sample, exchange.text()
 
     def _ticket(
         self, index: int, turn: int, ask: Ask, intended_s: float, *, lag_s: float, keeps_text: bool = False

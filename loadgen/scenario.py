@@ -1,7 +1,7 @@
 """Scenario files: a load in TOML, checked key by key, and the options that it makes. Pure, but for reading the files.
 
 A scenario says what is asked, when and how it is judged; the command line says of whom, and may replace any key. The
-library stands in ``scenarios/``; ``reference()`` is the whole format in one commented file.
+library stands in ``scenarios/``, the whole format in the README beside it.
 """
 
 import tomllib
