@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whole_builders import TEXT, Answer, Visitor, Whole, completion, http, percentile, turn
+from whole_builders import TEXT, Answer, Visitor, Whole, completion, percentile, turn
+from wire_builders import http
 
 
 async def mixed(stack: Whole, count: int, *, seed: int = 0, users: int = 64, leave: float = 0.2) -> Counter[str]:

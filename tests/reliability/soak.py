@@ -20,9 +20,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import process_builders
-import uvloop
 from load import (
     anonymous_bytes,
     bytes_a_request,

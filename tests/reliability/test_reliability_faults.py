@@ -24,9 +24,9 @@ from whole_builders import (
     completion,
     says,
     turn,
-    until,
     whole,
 )
+from wire_builders import until
 
 from aserve import faults
 from aserve.engine.engine import _mix

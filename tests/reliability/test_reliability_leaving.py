@@ -12,19 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from whole_builders import (
-    TEXT,
-    ScriptedRunner,
-    Server,
-    Visitor,
-    Whole,
-    completion,
-    http,
-    says,
-    turn,
-    until,
-    whole,
-)
+from whole_builders import TEXT, ScriptedRunner, Server, Visitor, Whole, completion, says, turn, whole
+from wire_builders import http, until
 
 from aserve.core.request import SamplingParams
 from aserve.engine.generation import GenerationRequest

@@ -21,7 +21,8 @@ from load import (
     open_loop,
     traced_bytes,
 )
-from whole_builders import JSON, TEXT, ScriptedRunner, completion, http, percentile, says, turn, until, whole
+from whole_builders import TEXT, ScriptedRunner, completion, percentile, says, turn, whole
+from wire_builders import JSON, http, until
 
 from aserve.core.request import SamplingParams
 from aserve.engine.generation import GenerationRequest

@@ -2,7 +2,8 @@
 
 import time
 
-from whole_builders import TEXT, Whole, completion, until, whole
+from whole_builders import TEXT, Whole, completion, whole
+from wire_builders import until
 
 from aserve.testing import ScriptedRunner
 

@@ -13,10 +13,10 @@ from whole_builders import (
     ScriptedRunner,
     chat,
     completion,
-    http,
     says,
     whole,
 )
+from wire_builders import http
 
 FULL, EMOJI = "\ufffd", "🙂".encode()
 

@@ -8,17 +8,17 @@ descriptors are back where they were (I4).
 import asyncio
 import codecs
 import contextlib
-import json
 import os
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
+import wire_builders
+from wire_builders import events, http, until
 
 from aserve.core.invariants import check
 from aserve.core.options import SchedulerOptions
@@ -36,7 +36,6 @@ from aserve.text.chat_template import ChatTemplate, PromptRenderer
 
 MODEL = "scripted"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-JSON = "Content-Type: application/json\r\n"
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'system' and not loop.first %}"
@@ -44,7 +43,6 @@ TEMPLATE = (
     "{{ message.role }}:{{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-PATIENCE_S = 10.0
 
 Runner = ScriptedRunner | MemoryRunner
 
@@ -80,25 +78,11 @@ class _PieceDecoder:
         return self._utf8.decode(b"", True)
 
 
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """The error, whose object has exactly the four keys."""
-        assert list(self.json) == ["error"] and list(self.json["error"]) == ["message", "type", "param", "code"]
-        return self.json["error"]
+class Answer(wire_builders.Answer):
+    """Of a completion, plain or streamed."""
 
     @property
     def text(self) -> str:
-        """Of a completion, plain or streamed."""
         return self.texts[0]
 
     @property
@@ -122,7 +106,7 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """A stream's payloads. I3: it ends with [DONE] after a finish chunk, or with an error and without it."""
-        payloads = [json.loads(data) for data in _payloads(self.body) if data != "[DONE]"]
+        payloads = [payload for payload in events(self.body) if payload != "[DONE]"]
         is_done = self.body.endswith(b"data: [DONE]\n\n")
         assert is_done != any("error" in payload for payload in payloads), "neither a whole answer nor an error"
         assert not is_done or any(choice["finish_reason"] for payload in payloads for choice in payload["choices"])
@@ -134,13 +118,6 @@ class Answer:
         if self.is_stream and "error" in self.events[-1]:
             return self.events[-1]["error"]["code"]
         return self.choices[-1]["finish_reason"]
-
-
-def _payloads(body: bytes) -> list[str]:
-    """The data of each event; comments left out."""
-    parts = body.decode().split("\n\n")[:-1]
-    assert all(part.startswith(("data: ", ":")) and "\n" not in part for part in parts), body[:200]
-    return [part[6:] for part in parts if part.startswith("data: ")]
 
 
 class Visitor:
@@ -373,15 +350,6 @@ def num_files() -> int:
     return count
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until the condition holds: what it waits for is on its way through sockets, threads, timers."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > end_s:
-            raise AssertionError("It never came true.")
-        await asyncio.sleep(0)
-
-
 async def turn(times: int = 20) -> None:
     """Let the loop turn a few times."""
     for _ in range(times):
@@ -394,15 +362,6 @@ def completion(prompt: Any = "hi", **wanted: Any) -> dict[str, Any]:
 
 def chat(content: Any = "hi", **wanted: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8, **wanted}
-
-
-def http(method: str, path: str, body: Any = None, *, headers: str = "", close: bool = False) -> bytes:
-    """One request as bytes. ``body``: bytes as they are, else JSON."""
-    raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}"
-    if body is not None:
-        head += f"Content-Length: {len(raw)}\r\n" + ("" if "content-type" in headers.lower() else JSON)
-    return f"{head}{'Connection: close' + chr(13) + chr(10) if close else ''}\r\n".encode("latin-1") + raw
 
 
 def says(*tokens: int | bytes | str, then: int | None = ByteTokenizer.EOS) -> Callable[[Any, int], int]:

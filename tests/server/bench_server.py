@@ -3,9 +3,13 @@
 import asyncio
 import sys
 import time
+from pathlib import Path
 from timeit import repeat
 
 import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from fake_engine import FakeEngine
 from server_builders import chat, http, serving
 

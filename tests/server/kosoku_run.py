@@ -20,6 +20,9 @@ from typing import Any
 
 import uvloop
 from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from server_builders import RecordingLog
 
 from aserve.server.connection import HttpServer

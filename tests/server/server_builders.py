@@ -1,14 +1,15 @@
 """Builders for the server's tests: a server on a loopback port over the fake engine, and requests over raw sockets."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
+import wire_builders
 from fake_engine import FakeEngine
+from wire_builders import Answer, until
 
 from aserve.core.request import SamplingParams
 from aserve.errors import InvalidRequest
@@ -18,7 +19,6 @@ from aserve.server.options import LimitOptions, ServerOptions
 
 MODEL = "fake-model"
 HELLO = [{"role": "user", "content": "hi"}]
-JSON = "Content-Type: application/json\r\n"
 
 
 class FakeRenderer:
@@ -67,23 +67,6 @@ class RecordingLog:
 
 
 @dataclass
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """The error, whose object has exactly the four keys."""
-        assert list(self.json) == ["error"] and list(self.json["error"]) == ["message", "type", "param", "code"]
-        return self.json["error"]
-
-
-@dataclass
 class Served:
     engine: FakeEngine
     server: Server
@@ -101,13 +84,13 @@ class Served:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    async def get(self, path: str, **kwargs: Any) -> "Answer":
+    async def get(self, path: str, **kwargs: Any) -> Answer:
         return await self.request("GET", path, **kwargs)
 
-    async def post(self, path: str, json: Any = None, **kwargs: Any) -> "Answer":
+    async def post(self, path: str, json: Any = None, **kwargs: Any) -> Answer:
         return await self.request("POST", path, json=json, **kwargs)
 
-    async def request(self, method: str, path: str, **kwargs: Any) -> "Answer":
+    async def request(self, method: str, path: str, **kwargs: Any) -> Answer:
         async with self.session.request(method, self.url + path, **kwargs) as response:
             return Answer(response.status, response.headers, await response.read())
 
@@ -154,16 +137,7 @@ async def serving(
     assert server.statistics()["requests_open"] == 0
     assert server.statistics()["connections"]["open"] == 0
     # Some turns later: the loop closes generators that a client's library dropped in tasks of its own.
-    await eventually(lambda: asyncio.all_tasks() - tasks_before <= {asyncio.current_task()})
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    """Let the loop turn until the condition holds: what it waits for is on its way through loopback sockets."""
-    for _ in range(100_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("It never came true.")
+    await until(lambda: asyncio.all_tasks() - tasks_before <= {asyncio.current_task()})
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -171,12 +145,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def http(method: str, path: str, body: Any = None, *, headers: str = "", close: bool = True) -> bytes:
-    """One request as bytes. ``body``: bytes as they are, else JSON."""
-    raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}"
-    if body is not None:
-        head += f"Content-Length: {len(raw)}\r\n" + ("" if "content-type" in headers.lower() else JSON)
-    return f"{head}{'Connection: close' + chr(13) + chr(10) if close else ''}\r\n".encode("latin-1") + raw
+    """One request as bytes, by default the last one of its connection."""
+    return wire_builders.http(method, path, body, headers=headers, close=close)
 
 
 def unchunked(raw: bytes) -> tuple[bytes, bytes]:
@@ -188,14 +158,3 @@ def unchunked(raw: bytes) -> tuple[bytes, bytes]:
         length = int(size, 16)
         body, rest = body + rest[:length], rest[length + 2 :]
     return head, body
-
-
-def events(body: bytes) -> list[Any]:
-    """The payloads of a stream, comments left out; every event is one data line and a blank one."""
-    payloads = []
-    for event in body.decode().split("\n\n")[:-1]:
-        if event.startswith(":"):
-            continue
-        assert event.startswith("data: ") and "\n" not in event
-        payloads.append(event[6:] if event == "data: [DONE]" else json.loads(event[6:]))
-    return payloads

@@ -4,7 +4,8 @@ import asyncio
 import json
 
 from fake_engine import TEXT, logprob
-from server_builders import HELLO, MODEL, chat, events, http, serving, unchunked
+from server_builders import HELLO, MODEL, chat, http, serving, unchunked
+from wire_builders import events
 
 from aserve.core.request import FinishReason, SamplingParams
 from aserve.engine.generation import Delta

@@ -4,7 +4,8 @@ import json
 
 import pytest
 from fake_engine import TEXT, logprob
-from server_builders import MODEL, events, http, serving, unchunked
+from server_builders import MODEL, http, serving, unchunked
+from wire_builders import events
 
 from aserve.engine.generation import Delta, TokenLogprob
 

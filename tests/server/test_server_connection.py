@@ -6,7 +6,8 @@ import struct
 
 import pytest
 from fake_engine import FakeEngine
-from server_builders import JSON, FakeRenderer, RecordingLog, chat, eventually, http, serving
+from server_builders import FakeRenderer, RecordingLog, chat, http, serving
+from wire_builders import JSON, until
 
 from aserve.errors import ConfigError
 from aserve.obs.metrics import Metrics
@@ -97,7 +98,7 @@ async def test_plain_answer_that_nobody_reads_is_cut_off() -> None:
         call = await served.engine.call()
         call.say("x" * 20_000_000)
         call.end()
-        await eventually(lambda: served.num_connections == 0)
+        await until(lambda: served.num_connections == 0)
         sock.close()
 
         assert served.server.statistics()["connections"]["write_stalls"] == 1
@@ -113,7 +114,7 @@ async def test_closing_socket_does_not_wait_for_a_peer_that_never_reads() -> Non
         call = await served.engine.call()
         call.say("x" * 20_000_000)
         call.end()
-        await eventually(lambda: served.num_connections == 0)
+        await until(lambda: served.num_connections == 0)
         sock.close()
 
         assert served.server.statistics()["connections"]["write_stalls"] == 0
@@ -164,7 +165,7 @@ async def test_client_that_leaves_aborts_its_request(stream: bool, how: str, aft
         await call.closed.wait()
         writer.close()
 
-        await eventually(lambda: served.log.fields_of("request.finished"))
+        await until(lambda: served.log.fields_of("request.finished"))
         line = served.log.fields_of("request.finished")[0]
         assert (line["status"], line["prompt_tokens"]) == (499, len("user:hi\nassistant:"))
         assert line["completion_tokens"] == after_tokens
@@ -179,7 +180,7 @@ async def test_client_that_leaves_its_body_unsent_starts_nothing() -> None:
         await writer.drain()
         writer.close()
         await writer.wait_closed()
-        await eventually(lambda: served.num_connections == 0)
+        await until(lambda: served.num_connections == 0)
 
         assert served.engine.calls == []
 
@@ -203,7 +204,7 @@ async def test_pipelined_requests_of_a_client_that_leaves_are_never_started() ->
         call.say("a")
         await reader.readuntil(b'"content":"a"')
         writer.transport.abort()
-        await eventually(lambda: call.say("b") or call.is_closed)
+        await until(lambda: call.say("b") or call.is_closed)
 
         assert len(served.engine.calls) == 1
 
@@ -231,10 +232,10 @@ async def test_connection_over_the_cap_is_told_so() -> None:
     """A 503 at once, and room again when another one closes."""
     async with serving(max_connections=1) as served:
         _, first = await served.connect()
-        await eventually(lambda: served.num_connections == 1)
+        await until(lambda: served.num_connections == 1)
         refused = await served.raw(HEALTH)
         first.close()
-        await eventually(lambda: served.num_connections == 0)
+        await until(lambda: served.num_connections == 0)
         admitted = await served.raw(HEALTH)
 
     assert refused.startswith(b"HTTP/1.1 503 ") or refused == b""  # a reset may overtake the answer

@@ -5,7 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from server_builders import HELLO, JSON, chat, http, serving
+from server_builders import HELLO, chat, http, serving
+from wire_builders import JSON
 
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta

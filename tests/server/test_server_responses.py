@@ -7,7 +7,8 @@ import openresponses_types.types as published
 import pytest
 from fake_engine import TEXT, FakeEngine
 from response_builders import RESPONSES, body, sse_events, text_of, types
-from server_builders import Served, eventually, http, serving, unchunked
+from server_builders import Served, http, serving, unchunked
+from wire_builders import until
 
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta
@@ -235,7 +236,7 @@ async def test_late_fault_is_the_last_event(reason: FinishReason, code: str) -> 
         asking = asyncio.create_task(served.post(RESPONSES, body(stream=True)))
         call = await served.engine.call()
         call.say("half")
-        await eventually(lambda: not call.mail)
+        await until(lambda: not call.mail)
         call.end(reason, error="It broke.")
         events = sse_events((await asking).body)
         gone = await served.get(f"{RESPONSES}/{events[0]['response']['id']}")
@@ -253,7 +254,7 @@ async def test_fault_of_ours_is_told_and_logged(monkeypatch: pytest.MonkeyPatch)
         asking = asyncio.create_task(served.post(RESPONSES, body(stream=True)))
         call = await served.engine.call()
         call.say("half")
-        await eventually(lambda: not call.mail)
+        await until(lambda: not call.mail)
         monkeypatch.setattr("aserve.server.response_events.ResponseEvents._ending", None)
         call.end()
         events = sse_events((await asking).body)
@@ -487,7 +488,7 @@ async def test_running_response_is_seen_and_cancelled() -> None:
         asking = asyncio.create_task(served.post(RESPONSES, body(stream=True)))
         call = await served.engine.call()
         call.say("half")
-        await eventually(lambda: not call.mail)
+        await until(lambda: not call.mail)
         running = await served.get(f"{RESPONSES}/{call.request_id}")
         cancelled = await served.post(f"{RESPONSES}/{call.request_id}/cancel")
         events = sse_events((await asking).body)

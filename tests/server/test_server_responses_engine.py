@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 from response_builders import RESPONSES, Socket, body, create, text_of, types
-from server_builders import FakeRenderer, RecordingLog, eventually
+from server_builders import FakeRenderer, RecordingLog
+from wire_builders import until
 
 from aserve.engine.engine import Engine
 from aserve.engine.options import EngineOptions
@@ -92,7 +93,7 @@ async def test_leaving_and_cancelling_reach_the_engine() -> None:
             await ws.until("output_text.delta")
             await ws.send({"type": "aserve:response.cancel", "stream_id": "b"})
             last = await ws.until("incomplete")
-        await eventually(lambda: served.engine.statistics().num_streams == 0)
+        await until(lambda: served.engine.statistics().num_streams == 0)
 
         assert last[-1]["stream_id"] == "b"
         assert served.engine.statistics().num_running == 0

@@ -19,7 +19,8 @@ from response_builders import (
     text_of,
     types,
 )
-from server_builders import Served, eventually, serving
+from server_builders import Served, serving
+from wire_builders import until
 
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta
@@ -78,7 +79,7 @@ async def test_upgrade_is_answered_with_our_headers() -> None:
             assert headers["X-Request-ID"] == "mine"
             assert not {"Sec-WebSocket-Extensions", "Sec-WebSocket-Protocol", "Content-Length"} & set(headers)
             assert (ws.compress, ws.protocol) == (0, None)
-        await eventually(lambda: served.log.fields_of("request.finished"))
+        await until(lambda: served.log.fields_of("request.finished"))
         line = served.log.fields_of("request.finished")[0]
 
     assert (line["status"], line["close_code"], line["request_id"]) == (101, 1000, "mine")
@@ -90,7 +91,7 @@ async def test_life_of_a_socket_is_no_latency() -> None:
         async with socket_of(served) as ws:
             await ws.send(create())
             await ws.whole()
-        await eventually(lambda: served.log.fields_of("request.finished"))
+        await until(lambda: served.log.fields_of("request.finished"))
         line = served.log.fields_of("request.finished")[0]
 
         assert served.metrics.http_duration.count == 2
@@ -110,7 +111,7 @@ async def test_each_response_counts_like_an_answer_of_its_own() -> None:
             call.end(FinishReason.ERROR, error="The step failed.")
             await ws.whole()
             await running(served, ws)
-        await eventually(lambda: served.log.fields_of("request.finished"))
+        await until(lambda: served.log.fields_of("request.finished"))
         page = served.metrics.render().decode()
 
     statuses = re.findall(
@@ -521,7 +522,7 @@ async def test_number_of_sockets_is_bounded() -> None:
     async with serving(max_websockets=1) as served:
         async with socket_of(served), socket_of(served) as further:
             assert (await further.closed())[0] == 1013
-        await eventually(lambda: served.server.statistics()["websockets"] == 0)
+        await until(lambda: served.server.statistics()["websockets"] == 0)
         async with socket_of(served) as ws:
             await ws.send(create())
             assert types(await ws.whole())[-1] == "completed"
@@ -544,7 +545,7 @@ async def test_client_that_closes_or_leaves_aborts_at_once() -> None:
                     ws.writer.close()
                 for call in calls:
                     await call.closed.wait()
-            await eventually(lambda: served.server.statistics()["websockets"] == 0)
+            await until(lambda: served.server.statistics()["websockets"] == 0)
             assert len(served.engine.calls) == 2
 
 
@@ -571,7 +572,7 @@ async def test_close_codes(frames: list[bytes], code: int) -> None:
             ws.send(*frames)
             assert await ws.closed() == code
             await call.closed.wait()
-        await eventually(lambda: served.log.fields_of("request.finished"))
+        await until(lambda: served.log.fields_of("request.finished"))
 
         assert served.log.fields_of("request.finished")[0]["close_code"] == code
 
@@ -636,11 +637,11 @@ async def test_peer_that_floods_pings_and_never_reads_costs_no_memory() -> None:
             call = await served.engine.call()
             call.say("x" * 8_000_000)
             connection = next(iter(served.server._http.connections))
-            await eventually(lambda: connection.writing_paused)
+            await until(lambda: connection.writing_paused)
             size = connection.transport.get_write_buffer_size()
             ws.send(*[client_frame(b"p" * 125, opcode=9)] * 5000)
             await ws.writer.drain()
-            await eventually(lambda: connection.transport is None or connection._payload_parser._num_owed_pongs >= 5000)
+            await until(lambda: connection.transport is None or connection._payload_parser._num_owed_pongs >= 5000)
             assert connection.transport is None or connection.transport.get_write_buffer_size() <= size + 64 * 127
             await call.closed.wait()
 
@@ -730,7 +731,7 @@ async def test_client_is_heard_while_the_server_drains() -> None:
         served.engine.hold()
         await running(served, ws)
         stopping = asyncio.create_task(served.server.drain_and_stop())
-        await eventually(lambda: served.server.statistics()["draining"])
+        await until(lambda: served.server.statistics()["draining"])
         await ws.send({"type": "aserve:response.cancel"})
 
         assert (await ws.whole())[-1]["response"]["status"] == "cancelled"
