@@ -1,5 +1,7 @@
 """Scenario files and what they make."""
 
+import re
+
 import pytest
 
 from loadgen import scenario
@@ -171,3 +173,18 @@ def test_an_unknown_scenario_is_answered_with_the_library():
     """Whoever mistypes a name sees which there are."""
     with pytest.raises(UsageError, match=r"there is no scenario chatt: the library has agent, .*trace"):
         scenario.load("chatt")
+
+
+def test_the_readmes_format_is_the_format(tmp_path):
+    """The commented file in the README makes a run, and every key that there is stands in it."""
+    readme = (scenario.LIBRARY.parent / "README.md").read_text()
+    text = readme.partition("```toml\n")[2].partition("```")[0]
+    (tmp_path / "sample_azure.csv").write_text((scenario.LIBRARY / "sample_azure.csv").read_text())
+
+    options = build(written(tmp_path, text))
+
+    assert options.name == "mine"
+    assert options.unmeasured_parts == {"hostile"}
+    source = (scenario.LIBRARY.parent / "scenario.py").read_text()
+    keys = set(re.findall(r'\.(?:count|number|text|flag|texts|mapping|choice|needed)\(\s*"(\w+)"', source))
+    assert {key for key in keys if not re.search(rf"\b{key}\b", text)} == set()
