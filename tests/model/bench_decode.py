@@ -1,11 +1,11 @@
-"""What a step costs by rows, precision and part, by SmolLM2-135M's shape and dummy weights: the README's table.
+"""What a step costs by rows and precision, by SmolLM2-135M's shape and dummy weights: the README's table.
 
     python tests/model/bench_decode.py --threads 2
 
 Decode steps at several rows and contexts, then first chunks. Prints the least of the repeats in milliseconds of wall
 time, and beside it the process's own time shared out over its threads: the one to go by where others use the machine.
-The shares of attention, matrix products and the rest are by torch's profiler, of operators' own time. ``python`` is a
-step of one token through all layers of a shape so small that little but Python counts.
+``bench_attention.py`` tells attention's share. ``overhead`` is a step of one token through all layers of a shape so
+small that little but calls counts.
 """
 
 import argparse
@@ -13,13 +13,11 @@ import gc
 import json
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from bench_attention import SMOLLM2_135M, chunk_batch, decode_batch
-from torch.profiler import ProfilerActivity, profile
 
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.kv_tensors import KVTensors
@@ -31,10 +29,6 @@ PRECISIONS = {
     "int8": {"dtype": torch.bfloat16, "quantization": "int8"},
 }
 POINTS = [(1, 128), (8, 128), (16, 128), (32, 128), (16, 1024)]
-PARTS = {
-    "attention": ("embedding_bag", "softmax", "masked_fill", "scaled_dot_product", "index_select"),
-    "linear": ("linear", "addmm", "aten::mm"),
-}
 
 
 def make_model(config: dict[str, object], precision: str) -> LanguageModel:
@@ -55,18 +49,6 @@ def least_ms(step: Callable[[], object], repeats: int) -> tuple[float, float]:
     return wall_s * 1e3, process_s * 1e3
 
 
-def shares(step: Callable[[], object]) -> str:
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for _ in range(3):
-            step()
-    part_us: Counter[str] = Counter()
-    for event in recorded.key_averages():
-        part = next((part for part, names in PARTS.items() if any(name in event.key for name in names)), "rest")
-        part_us[part] += event.self_cpu_time_total
-    total = sum(part_us.values())
-    return "  ".join(f"{part} {part_us[part] / total:4.0%}" for part in (*PARTS, "rest"))
-
-
 def report(
     name: str, model: LanguageModel, batch: ForwardBatch, num_blocks: int, arguments: argparse.Namespace
 ) -> None:
@@ -75,7 +57,7 @@ def report(
     wall_ms, process_ms = least_ms(lambda: model.forward(batch, kv), arguments.repeats)
     rate = len(batch.token_ids_T) / wall_ms * 1e3
     line = f"{name:24} {wall_ms:7.1f} ms  ({process_ms:6.1f} of its own)  {rate:6.0f} tokens/s"
-    print(f"{line}  {shares(lambda: model.forward(batch, kv))}", flush=True)  # noqa: T201
+    print(line, flush=True)  # noqa: T201
 
 
 def main() -> None:
@@ -83,16 +65,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=list(PRECISIONS), nargs="*", default=list(PRECISIONS))
     parser.add_argument("--chunk", type=int, nargs="*", default=[512, 1024])
-    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     for precision in arguments.precision:
-        thin = SMOLLM2_135M | {"hidden_size": 18, "intermediate_size": 16, "vocab_size": 64, "head_dim": 2}
+        thin = SMOLLM2_135M | {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "head_dim": 16}
         thin_batch, thin_blocks = decode_batch(1, 1, arguments.block_size)
         thin_batch.token_ids_T.zero_()
-        report(f"{precision} python", make_model(thin, precision), thin_batch, thin_blocks, arguments)
+        report(f"{precision} overhead", make_model(thin, precision), thin_batch, thin_blocks, arguments)
         model = make_model(SMOLLM2_135M, precision)
         for num_rows, context in POINTS:
             batch, num_blocks = decode_batch(num_rows, context, arguments.block_size)

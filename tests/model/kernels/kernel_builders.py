@@ -1,11 +1,18 @@
 """Devices, tolerances and batches for the tests of kernels."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from aserve.core.ids import StepNumber
+from aserve.core.plan import BatchPlan
 from aserve.model.kernels.attention_plan import AttentionPlan
+from aserve.model.kernels.differences import HEADER_WORDS, apply_differences
+from aserve.model.kernels.slots import SlotTensors
+from aserve.model.step_words import Differences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -29,6 +36,15 @@ def normal(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def change_slots(table: SlotTensors, **fields: Any) -> None:
+    """Joins, leaves and writes of a plan, applied to the table."""
+    plan = BatchPlan(step=StepNumber(1), **fields)
+    differences = Differences.of(plan, table.vocab_size, table.addition_ids_SA.shape[1])
+    words = np.zeros(HEADER_WORDS + differences.num_words, np.int32)
+    differences.write(words, HEADER_WORDS)
+    apply_differences(torch.from_numpy(words).to(DEVICE), table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from cuda_builders import PlanHost, chunk_of, join, make_runner, tokens_of
+from cuda_builders import PlanHost, Sizes, chunk_of, join, make_runner, tokens_of
 from families import hf_logits, hf_model, prompt, save
 
 from aserve.core.options import SchedulerOptions
-from aserve.core.plan import FLAG_DONE, FLAG_INVALID, Chunk
+from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult
 from aserve.core.request import SamplingParams
 from aserve.errors import DeviceLost
 from aserve.model.options import ModelOptions
@@ -31,11 +31,17 @@ pytestmark = [
 A, B = prompt(13), prompt(9, seed=1)
 
 
+def tiny_model(num_hidden_layers: int) -> Any:
+    return hf_model(
+        "llama", num_hidden_layers=num_hidden_layers, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+
+
 class Model:
     """A tiny model's folder, and what transformers makes of it."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = hf_model("llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        self._model = tiny_model(num_hidden_layers=2)
         self.folder = save(self._model, folder)
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
@@ -160,6 +166,23 @@ SAMPLED = {
 }
 
 
+async def test_bad_words_of_several_tokens(host: PlanHost, cpu: PlanHost, model: Model) -> None:
+    """Begun in the prompt or in the output, they are not completed; what only resembles them is."""
+    a = model.greedy(A, 3)
+    words = ((*A[-2:], a[0]), (A[-1], A[-1], a[0]), (96, 96))
+    results = []
+    for each in (host, cpu):
+        params = SamplingParams(temperature=0, bad_words=words)
+        first = await each.generate(0, A, 3, params=params)
+        again = await each.generate(1, A, 4, params=SamplingParams(temperature=0, bad_words=((a[0], a[1]), tuple(A))))
+        results.append((first, again))
+
+    assert results[0] == results[1]
+    assert results[0][0][0] != a[0]
+    assert results[0][1][0] == a[0]
+    assert results[0][1][1] != a[1]
+
+
 async def test_sampling_is_the_cpu_runners(host: PlanHost, cpu: PlanHost) -> None:
     """The same tokens from the same seeds, every kind of parameter in one batch."""
     results = []
@@ -169,12 +192,11 @@ async def test_sampling_is_the_cpu_runners(host: PlanHost, cpu: PlanHost) -> Non
         for params in (kinds[:3], kinds[2:]):
             each.free = list(range(1, 41))
             slots = range(len(params))
-            joins = tuple(join(slot, A, params=kind) for slot, kind in zip(slots, params, strict=True))
+            joins = tuple(join(slot, A[:8], params=kind) for slot, kind in zip(slots, params, strict=True))
             tables = [write for slot in slots for write in each.table(slot, 24)]
-            chunks = tuple(chunk_of(slot, A, 0, 8) for slot in slots)
-            each.launch(joins=joins, table_writes=tables, chunks=chunks)
-            flights = [each.launch(chunks=tuple(chunk_of(slot, A, 8, 13) for slot in slots))]
-            flights += [each.launch(rows=[(slot, 13 + step) for slot in slots]) for step in range(4)]
+            chunks = tuple(chunk_of(slot, A[:8], 0, 8) for slot in slots)
+            flights = [each.launch(joins=joins, table_writes=tables, chunks=chunks)]
+            flights += [each.launch(rows=[(slot, 8 + step) for slot in slots]) for step in range(3)]
             found += [tokens_of(await flight) for flight in flights]
             each.launch(leaves=list(slots))
         results.append(found)
@@ -262,36 +284,54 @@ async def test_a_plan_without_tokens_changes_the_table_only(host: PlanHost, mode
     assert tokens_of(await host.launch(chunks=(chunk_of(0, A, 0, 13),))) == model.greedy(A, 1)
 
 
-async def test_reference_mode_gives_the_same_bits_in_any_batch(model: Model) -> None:
-    """Log-probabilities of a sequence alone, in small chunks, and beside others as rows and chunks."""
-    runner = make_runner(model.folder, reference=True)
+async def test_reference_mode_gives_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+    """Log-probabilities of a sequence alone, and in chunks and rows beside another one."""
+    runner = make_runner(
+        save(tiny_model(num_hidden_layers=1), tmp_path / "tiny"), Sizes(max_num_tokens=16), reference=True
+    )
     host = PlanHost(runner)
+    tokens = A[:6]
+    host.launch(joins=(join(0, tokens),), table_writes=host.table(0, 16))
+    prompt = await host.launch(chunks=(chunk_of(0, tokens, 0, 6, k=0),))
+    row = await host.launch(rows=[(0, 6)], logprobs_k=0)
+    alone = [*of_prompt(prompt), *of_rows(row)]
 
-    async def logprobs(
-        slot: int, pieces: list[tuple[int, int]], row: tuple[int, int] | None = None, chunks: tuple[Chunk, ...] = ()
-    ) -> list[float]:
-        """Of the prompt and of two decoded tokens, beside another sequence's row and, with the prompt, chunks."""
-        host.launch(joins=(join(slot, A),), table_writes=host.table(slot, 24))
-        found: list[float] = []
-        for start, end in pieces:
-            result = await host.launch(chunks=(chunk_of(slot, A, start, end, k=0), *chunks))
-            found += result.prompt_logprobs[0][1].token_logprobs.tolist()
-        for step in range(2):
-            others = [] if row is None else [(row[0], row[1] + step)]
-            result = await host.launch(rows=[*others, (slot, 13 + step)], logprobs_k=0)
-            found.append(float(result.logprobs.token_logprobs[-1]))
-        return found
-
-    alone = await logprobs(0, [(0, 13)])
-    in_chunks = await logprobs(1, [(0, 3), (3, 4), (4, 13)])
-    host.prefill(0, B, room=32)
-    host.launch(joins=(join(3, B),), table_writes=host.table(3, 16))
-    beside = await logprobs(2, [(0, 13)], row=(0, len(B)), chunks=(chunk_of(3, B, 0, 7),))
+    host.launch(joins=(join(1, B), join(2, tokens)), table_writes=host.table(1, 24) + host.table(2, 16))
+    first = await host.launch(chunks=(chunk_of(2, tokens, 0, 1, k=0), chunk_of(1, B, 0, 9)))
+    rest = await host.launch(rows=[(1, 9)], chunks=(chunk_of(2, tokens, 1, 6, k=0),))
+    rows = await host.launch(rows=[(1, 10), (2, 6)], logprobs_k=0)
+    beside = [*of_prompt(first), *of_prompt(rest), of_rows(rows)[1]]
     await runner.aclose()
 
-    assert np.allclose(alone[:12], model.logprobs(A)[torch.arange(12), A[1:]], atol=1e-4)
-    assert in_chunks == alone
     assert beside == alone
+
+
+def of_prompt(result: BatchResult) -> list[float]:
+    found: list[float] = result.prompt_logprobs[0][1].token_logprobs.tolist()
+    return found
+
+
+def of_rows(result: BatchResult) -> list[float]:
+    assert result.logprobs is not None
+    found: list[float] = result.logprobs.token_logprobs.tolist()
+    return found
+
+
+async def test_a_lost_device_is_told_from_a_failed_launch(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device says which it is; later steps go on if it is alive."""
+
+    def broken(plan: BatchPlan) -> None:
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.runner._steps, "size_of", broken)
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            host.prefill(0, A)
+        patch.setattr(host.runner._device, "explain", lambda error: DeviceLost(str(error)), raising=False)
+        with pytest.raises(DeviceLost, match="no such kernel"):
+            host.prefill(0, A)
+    assert len((await host.prefill(1, A)[-1]).tokens) == 1
+    assert host.runner.statistics()["steps_failed"] == 2
 
 
 async def test_nothing_is_launched_after_closing(host: PlanHost) -> None:

@@ -6,6 +6,7 @@ from kernel_builders import DEVICE, DTYPES, TOLERANCE, distance, ints, normal
 
 from aserve.model.kernels import reference
 from aserve.model.kernels.activation import silu_mul
+from aserve.model.kernels.matmul import batch_invariant_matmul
 from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
 from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
 
@@ -103,3 +104,19 @@ def test_rope_and_cache(
         assert distance(q_TAD, expected_q) < TOLERANCE[dtype]
         assert distance(actual, cached) < TOLERANCE[dtype]
         assert torch.equal(actual == 7.0, cached == 7.0)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rows_of_the_batch_invariant_product(has_bias: bool) -> None:
+    """A row is the same to the bit wherever it lies, and close to torch's."""
+    x_TK, weight_NK = normal(19, 150), normal(70, 150, seed=1)
+    bias_N = normal(70, seed=2) if has_bias else None
+    out_TN, alone_TN = (torch.full((19, 70), float("nan"), device=DEVICE) for _ in range(2))
+
+    batch_invariant_matmul(x_TK, weight_NK, bias_N, out_TN=out_TN)
+    for row in range(19):
+        batch_invariant_matmul(x_TK[row : row + 1], weight_NK, bias_N, out_TN=alone_TN[row : row + 1])
+
+    expected_TN = x_TK.double() @ weight_NK.double().t() + (0 if bias_N is None else bias_N)
+    assert distance(out_TN, expected_TN) < 1e-6
+    assert torch.equal(out_TN, alone_TN)

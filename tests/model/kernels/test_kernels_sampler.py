@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_builders import DEVICE, ints
+from kernel_builders import DEVICE, change_slots, ints
 
 from aserve.core.ids import NO_STEP, Epoch, Slot
 from aserve.core.plan import FLAG_INVALID, BatchPlan, Join
@@ -50,7 +50,7 @@ def tokens_of(logits_RV: torch.Tensor, joins: list[Join], lengths: list[int]) ->
         max_additions=8,
         device=DEVICE,
     )
-    table.join(tuple(joins))
+    change_slots(table, joins=tuple(joins))
     logits = logits_RV.to(DEVICE)
     tokens_R, flags_R = ints([-1] * len(joins)), ints([-1] * len(joins))
     before = logits.clone()

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from kernel_builders import DEVICE, ints
+from kernel_builders import DEVICE, change_slots, ints
 
 from aserve.core.ids import Epoch, Slot
 from aserve.core.plan import FLAG_DONE, FLAG_INVALID, Join
 from aserve.core.request import SamplingParams
-from aserve.model.kernels.slot_update import FROM_SLOT, commit, lay_out, unpack_words
+from aserve.model.kernels.slot_update import FROM_SLOT, commit, lay_out, lay_out_rows, unpack_words
 from aserve.model.kernels.slots import DONE, LAST_TOKEN, POSITION, SlotTensors
 
 pytestmark = pytest.mark.torch
@@ -43,7 +43,7 @@ def join(
 def table(*joins: Join) -> SlotTensors:
     """Slots 0 .. 5; the block table of slot s is 10 s + 1, 10 s + 2, ..."""
     slots = SlotTensors.allocate(num_slots=6, max_num_blocks=8, vocab_size=VOCAB, max_additions=1, device=DEVICE)
-    slots.join(joins)
+    change_slots(slots, joins=joins)
     for bound in joins:
         slots.block_tables_SB[bound.slot] = ints([10 * bound.slot + 1 + i for i in range(8)])
     return slots
@@ -167,13 +167,52 @@ def test_output_tokens_are_counted_where_penalties_want_them() -> None:
 
 
 def test_leaving_makes_a_slot_inert() -> None:
-    """Its block table points to the trash block."""
+    """The others go on."""
     slots = table(join(0, 5), join(1, 5))
 
-    slots.leave(np.array([0], np.int32))
+    change_slots(slots, leaves=np.array([0], np.int32))
 
     assert column(slots, DONE)[:2] == [1, 0]
-    assert slots.block_tables_SB[0].tolist() == [0] * 8
+
+
+def test_differences_are_applied_in_their_order() -> None:
+    """A slot left and joined at once is its new owner's, whose table holds what is written for it and else nothing."""
+    slots = table(join(0, 5), join(3, 5))
+
+    change_slots(
+        slots,
+        leaves=np.array([0, 3], np.int32),
+        joins=(join(0, 9, presence_penalty=1.0),),
+        table_writes=np.array([(0, 1, 77), (2, 0, 78)], np.int32),
+        token_writes=np.array([(2, 4, 50)], np.int32),
+    )
+
+    assert column(slots, DONE)[:4] == [0, 1, 1, 1]
+    assert column(slots, POSITION)[:4] == [9, 0, 4, 5]
+    assert column(slots, LAST_TOKEN)[2] == 50
+    assert slots.block_tables_SB[0].tolist() == [0, 77, 0, 0, 0, 0, 0, 0]
+    assert slots.block_tables_SB[2, 0] == 78
+    assert slots.seen_SV[0].nonzero().flatten().tolist() == [5, 9]
+
+
+def test_tokens_from_the_host_count_for_penalties() -> None:
+    """As output, once for each time."""
+    slots = table(join(0, 5, frequency_penalty=0.5))
+
+    for position in (5, 6):
+        change_slots(slots, token_writes=np.array([(0, position, 7)], np.int32))
+
+    assert slots.seen_SV[0, 7] == 2 * 2
+
+
+def test_each_token_as_a_row() -> None:
+    """Its slot, and what it sees; a done sequence's tokens and padding see nothing."""
+    slots, contexts = ints([-1] * 8), ints([-1] * 8)
+
+    lay_out_rows(ints([4, 2, 5]), ints([0, 3, 4, 6]), ints([10, 0, 2]), row_slots_T=slots, row_contexts_T=contexts)
+
+    assert slots.tolist() == [4, 4, 4, 2, 5, 5, 5, 5]
+    assert contexts.tolist() == [8, 9, 10, 0, 1, 2, 0, 0]
 
 
 def test_words_carry_large_steps_and_tokens() -> None:
