@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "aserve.embedding": ("aserve",),
     "aserve.errors": (),
     "aserve.faults": (),
-    "aserve.testing": ("aserve.core", "aserve.engine.ports"),
+    "aserve.testing": ("aserve.testing", "aserve.core", "aserve.engine.ports"),
     "aserve.main": ("aserve",),
     "aserve.cli": ("aserve",),
     "aserve.__main__": ("aserve.cli", "aserve.__version__"),

@@ -36,7 +36,7 @@ from aserve.text.chat_template import ChatTemplate, PromptRenderer
 TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}assistant:"
 
 STAGES = {
-    "aserve/testing.py": "device (scripted)",
+    "aserve/testing/": "device (scripted)",
     "aserve/core/": "scheduler",
     "aserve/engine/lander.py": "landing",
     "aserve/engine/loop.py": "launching",
