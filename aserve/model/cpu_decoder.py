@@ -9,6 +9,7 @@ D head_dim, F = D / 2, M = A + H, C hidden size, I intermediate size, N columns 
 product, V vocabulary, L layers.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +19,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aserve.device.memory import available_bytes
 from aserve.errors import ModelError
 from aserve.model.attention.pages import PageAttention, array_of, pages_of, use_threads
 from aserve.model.batch import ForwardBatch, KVShape
 from aserve.model.config import DecoderShape, ModelConfig
 from aserve.model.cpu_kernels.elementwise import add_rms_norm, rotate_and_cache, silu_mul
 from aserve.model.cpu_kernels.few_rows import ROW_COUNTS, ROWS_MAX, make_step
-from aserve.model.decoder import ReadTensor
+from aserve.model.decoder import ReadTensor, tensor_shapes
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.linear import PackedLinear
 from aserve.model.rope import cos_sin, inverse_frequencies
@@ -33,6 +35,9 @@ Quantization = Literal["none", "int8"]
 
 _MULTIPLE = 16
 """Of a matrix's inputs, for the kernel of few rows."""
+
+_PACKED_BYTES, _SHARE_MAX = 2, 0.5
+"""A packed weight's bytes; and how much of the free memory all weights may take with a second copy for few rows."""
 
 
 def round_to_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,23 +48,27 @@ def round_to_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Matrix:
-    """One weight of all layers, twice: packed for many rows, stacked in plain order for few.
+    """One weight of all layers, twice: packed for many rows, and stacked in plain order for few if it is kept so.
 
-    rows_LNK: int8, or bfloat16 as uint16. scale_LN: [L, 0] without quantisation; bias_LN: [L, 0] without biases.
+    rows_LNK: int8, or bfloat16 as uint16; [L, 0, 0] where it is not kept. scale_LN: [L, 0] without quantisation;
+    bias_LN: [L, 0] without biases.
     """
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, quantization: Quantization) -> None:
+    def __init__(
+        self, weights: list[Tensor], biases: list[Tensor] | None, quantization: Quantization, *, keeps_rows: bool
+    ) -> None:
         num_layers = len(weights)
         nothing = np.empty((num_layers, 0), np.float32)
         self.bias_LN = nothing if biases is None else np.stack([bias.float().numpy() for bias in biases])
         if quantization == "int8":
             rounded = [round_to_int8(weight) for weight in weights]
-            self.rows_LNK = np.stack([int8.numpy() for int8, _ in rounded])
+            rows = [int8.numpy() for int8, _ in rounded]
             self.scale_LN = np.stack([scale.numpy() for _, scale in rounded])
             weights = [(int8.float() * scale.unsqueeze(1)).to(torch.bfloat16) for int8, scale in rounded]
         else:
-            self.rows_LNK = np.stack([array_of(weight) for weight in weights])
+            rows = [array_of(weight) for weight in weights]
             self.scale_LN = nothing
+        self.rows_LNK = np.stack(rows) if keeps_rows else np.empty((num_layers, 0, 0), rows[0].dtype)
         self.packed = [
             PackedLinear(weight, None if biases is None else biases[layer]) for layer, weight in enumerate(weights)
         ]
@@ -96,7 +105,8 @@ class CpuDecoder:
             raise AssertionError(f"{config.model_type} has no native shape: {config.fallback_reason}")
         self.config = config
         self._shape = shape = config.decoder
-        self._weights = _read_weights(shape, read, quantization)
+        self._has_few_rows = _can_keep_rows(shape, config.vocab_size, quantization)
+        self._weights = _read_weights(shape, read, quantization, keeps_rows=self._has_few_rows)
         self._attention = PageAttention()
         self.is_int8 = quantization == "int8"
         self._frequencies = inverse_frequencies(shape.rope, shape.head_dim)
@@ -133,7 +143,8 @@ class CpuDecoder:
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
         """See LanguageModel."""
         num_tokens = len(batch.token_ids_T)
-        if 0 < num_tokens == batch.num_decode_rows == len(batch.logit_rows_R) <= ROWS_MAX:
+        is_few = 0 < num_tokens == batch.num_decode_rows == len(batch.logit_rows_R) <= ROWS_MAX
+        if is_few and self._has_few_rows:
             return self._few_rows(batch, kv)
         return self._many_rows(batch, kv)
 
@@ -205,14 +216,20 @@ def _pad(array: NDArray[Any], num_rows: int, value: int = 0) -> NDArray[Any]:
     return padded
 
 
-def _read_weights(shape: DecoderShape, read: ReadTensor, quantization: Quantization) -> _Weights:
+def _can_keep_rows(shape: DecoderShape, vocab_size: int, quantization: Quantization) -> bool:
+    """Whether memory is so plentiful that most weights may be in it twice."""
+    num_weights = sum(math.prod(size) for size in tensor_shapes(shape, vocab_size).values())
+    return num_weights * (_PACKED_BYTES + (1 if quantization == "int8" else 2)) <= _SHARE_MAX * available_bytes()
+
+
+def _read_weights(shape: DecoderShape, read: ReadTensor, quantization: Quantization, *, keeps_rows: bool) -> _Weights:
     layers = [f"model.layers.{layer}." for layer in range(shape.num_layers)]
 
     def matrix(*names: str, has_bias: bool) -> _Matrix:
         """Several matrices stacked: fewer and longer products."""
         weights = [torch.cat([read(f"{layer}{name}.weight") for name in names]) for layer in layers]
         biases = [torch.cat([read(f"{layer}{name}.bias") for name in names]) for layer in layers] if has_bias else None
-        return _Matrix(weights, biases, quantization)
+        return _Matrix(weights, biases, quantization, keeps_rows=keeps_rows)
 
     embedding_VC = read("model.embed_tokens.weight").contiguous()
     norms = [
@@ -237,7 +254,12 @@ def _read_weights(shape: DecoderShape, read: ReadTensor, quantization: Quantizat
         o=matrix("self_attn.o_proj", has_bias=shape.o_bias),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj", has_bias=shape.mlp_bias),
         down=matrix("mlp.down_proj", has_bias=shape.mlp_bias),
-        head=_Matrix([embedding_VC if shape.tied_embeddings else read("lm_head.weight")], None, quantization),
+        head=_Matrix(
+            [embedding_VC if shape.tied_embeddings else read("lm_head.weight")],
+            None,
+            quantization,
+            keeps_rows=keeps_rows,
+        ),
     )
 
 
