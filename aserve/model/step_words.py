@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from aserve.core.plan import BatchPlan, Join
 from aserve.model.kernels import differences
 from aserve.model.kernels.slot_update import FROM_SLOT
-from aserve.model.kernels.slots import NUM_WORDS, SlotNeeds, additions, allowed_mask, slot_records
+from aserve.model.kernels.slots import (
+    NUM_BAD_WORDS,
+    NUM_HASHES,
+    NUM_WORDS,
+    SlotNeeds,
+    additions,
+    allowed_mask,
+    bad_words,
+    slot_records,
+)
 
 Words = NDArray[np.int32]
 
@@ -133,7 +142,11 @@ class Differences:
             join_records=records.view(np.int32),
             table_writes=plan.table_writes,
             token_writes=plan.token_writes,
-            extras=tuple(extra for index in needing for extra in _extras(joins[index], vocab_size, max_additions)),
+            extras=tuple(
+                extra
+                for index in needing
+                for extra in _extras(joins[index], int(records["needs"][index]), vocab_size, max_additions)
+            ),
         )
 
     @property
@@ -175,7 +188,7 @@ class Differences:
             return
         joins = (self.leaves, self.join_slots, self.join_records)
         yield _part(leaves=joins[0], join_slots=joins[1], join_records=joins[2])
-        size = room // 3 - _ALIGNMENT
+        size = (room - 6 * _ALIGNMENT) // 3
         for first in range(0, len(self.table_writes), size):
             yield _part(table_writes=self.table_writes[first : first + size])
         yield _part(token_writes=self.token_writes)
@@ -187,7 +200,8 @@ def room_needed(*, max_num_seqs: int, max_model_len: int, vocab_size: int, max_a
     """Words that the largest part of any plan's differences takes; usual plans are one part."""
     joins = max_num_seqs * (2 + NUM_WORDS)
     token_writes = 3 * max_num_seqs
-    extra = max(max_model_len, 2 * max_additions, -(-vocab_size // 32)) + differences.EXTRA_WORDS
+    bad_words_size = 4 * NUM_BAD_WORDS + 2 * NUM_HASHES
+    extra = max(max_model_len, 2 * max_additions, -(-vocab_size // 32), bad_words_size) + differences.EXTRA_WORDS
     return max(_USUAL_ROOM, joins, token_writes, extra) + 16 * _ALIGNMENT
 
 
@@ -214,10 +228,9 @@ def _part(
     )
 
 
-def _extras(join: Join, vocab_size: int, max_additions: int) -> Iterator[Extra]:
+def _extras(join: Join, needs: int, vocab_size: int, max_additions: int) -> Iterator[Extra]:
     """Raises ValueError for what the slot table has no room for."""
-    params = join.params
-    if params.needs_history:
+    if needs & SlotNeeds.PENALTY:
         yield Extra(
             kind=differences.HISTORY,
             slot=join.slot,
@@ -225,7 +238,7 @@ def _extras(join: Join, vocab_size: int, max_additions: int) -> Iterator[Extra]:
             count=len(join.history),
             num_prompt_tokens=min(join.num_prompt_tokens, len(join.history)),
         )
-    if params.logit_bias or params.bad_words:
+    if needs & SlotNeeds.ADDITION:
         added = additions(join, vocab_size)
         if len(added) > max_additions:
             raise ValueError(f"{len(added)} biased or forbidden tokens; a slot holds {max_additions}")
@@ -237,9 +250,12 @@ def _extras(join: Join, vocab_size: int, max_additions: int) -> Iterator[Extra]:
             values=np.concatenate([ids, values.view(np.int32)]),
             count=len(added),
         )
-    if params.allowed_token_ids is not None:
+    if needs & SlotNeeds.ALLOWED:
         mask = allowed_mask(join, vocab_size)
         yield Extra(kind=differences.ALLOWED, slot=join.slot, values=mask, count=len(mask))
+    if needs & SlotNeeds.BAD_WORDS:
+        words = np.concatenate([part.ravel() for part in bad_words(join, vocab_size)]).view(np.int32)
+        yield Extra(kind=differences.BAD_WORDS, slot=join.slot, values=words, count=len(words))
 
 
 def _put(words: Words, start: int, array: Words) -> int:

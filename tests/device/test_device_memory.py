@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from aserve.device.memory import GIB, MemoryBudget, available_bytes, cgroup_available_bytes, resident_bytes, size_pool
+from aserve.device.memory import (
+    GIB,
+    MemoryBudget,
+    PoolSize,
+    available_bytes,
+    cgroup_available_bytes,
+    resident_bytes,
+    size_device_pool,
+    size_pool,
+)
 from aserve.errors import ModelError
 
 
@@ -121,3 +130,36 @@ def test_fewer_than_eight_blocks_are_refused() -> None:
     """The least pool that tests run with."""
     with pytest.raises(ModelError, match="at least 8 blocks"):
         pool(budget(), num_blocks=7)
+
+
+def device_pool(**changes: int) -> PoolSize:
+    """A device of 1,000 bytes, blocks of 4 bytes."""
+    fields = {
+        "budget_bytes": 1000,
+        "spent_bytes": 300,
+        "graph_bytes": 100,
+        "bytes_per_token": 1,
+        "block_size": 4,
+        "max_model_len": 10_000,
+    }
+    return size_device_pool(**(fields | changes))
+
+
+def test_a_devices_pool_takes_what_is_left() -> None:
+    """All but the trash block, and the context is cut to it."""
+    assert device_pool() == PoolSize(num_blocks=149, max_model_len=596)
+
+
+def test_a_devices_pool_may_be_named() -> None:
+    """By its blocks, or else by its bytes."""
+    assert device_pool(num_blocks=20, kv_cache_bytes=400).num_blocks == 20
+    assert device_pool(kv_cache_bytes=400).num_blocks == 100
+
+
+@pytest.mark.parametrize(
+    "changes", [{"spent_bytes": 880}, {"spent_bytes": 2000}, {"num_blocks": 150}, {"kv_cache_bytes": 600}]
+)
+def test_too_little_device_memory_says_what_to_lower(changes: dict[str, int]) -> None:
+    """With what was asked for, and what there is."""
+    with pytest.raises(ModelError, match=r"Too little device memory.*Lower scheduler\.max_num_batched_tokens"):
+        device_pool(**changes)

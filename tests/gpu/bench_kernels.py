@@ -7,6 +7,7 @@ that nothing is found in the L2 cache that a step would not find there. --tune t
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
 import statistics
@@ -19,19 +20,21 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from aserve.core.ids import Epoch, Slot
-from aserve.core.plan import Join
+from aserve.core.ids import Epoch, Slot, StepNumber
+from aserve.core.plan import BatchPlan, Join
 from aserve.core.request import SamplingParams
 from aserve.model.kernels.activation import silu_mul
 from aserve.model.kernels.attention_chunks import chunk_attention, mixed_attention
 from aserve.model.kernels.attention_decode import decode_attention
 from aserve.model.kernels.attention_plan import AttentionPlan
 from aserve.model.kernels.attention_tiles import ChunkTiles, DecodeTiles
+from aserve.model.kernels.differences import HEADER_WORDS, apply_differences
 from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
 from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
 from aserve.model.kernels.sampler import sample, top_logprobs
 from aserve.model.kernels.slot_update import FROM_SLOT, commit, lay_out
 from aserve.model.kernels.slots import SlotTensors
+from aserve.model.step_words import Differences
 
 BYTES_PER_S = 4.3e12
 FLOPS_PER_S = 780e12
@@ -325,7 +328,11 @@ def make_table(num_rows: int, vocab: int, params: SamplingParams, position: int 
     table = SlotTensors.allocate(
         num_slots=num_rows, max_num_blocks=300, vocab_size=vocab, max_additions=64, device=DEVICE
     )
-    table.join(tuple(make_join(slot, params, position) for slot in range(num_rows)))
+    joins = tuple(make_join(slot, params, position) for slot in range(num_rows))
+    differences = Differences.of(BatchPlan(step=StepNumber(1), joins=joins), vocab, 64)
+    words = np.zeros(HEADER_WORDS + differences.num_words, np.int32)
+    differences.write(words, HEADER_WORDS)
+    apply_differences(torch.from_numpy(words).to(DEVICE), table)
     return table
 
 
@@ -367,11 +374,7 @@ class PlainStep:
         self.rows = rows = Sequences(shape, lengths, num_layers=shape.num_layers, spare=64)
         self.table = make_table(num_rows, shape.vocab, SamplingParams(temperature=0))
         self.table.records_SW[:num_rows, 1] = rows.context_S - 1
-        self.tables = SlotTensors(
-            records_SW=self.table.records_SW, block_tables_SB=rows.tables_SB, seen_SV=self.table.seen_SV,
-            addition_ids_SA=self.table.addition_ids_SA, addition_values_SA=self.table.addition_values_SA,
-            allowed_SM=self.table.allowed_SM,
-        )  # fmt: skip
+        self.tables = dataclasses.replace(self.table, block_tables_SB=rows.tables_SB)
         self.records = self.table.records_SW.clone()
         self.starts, self.tokens_in = int32(list(range(num_rows + 1))), int32([FROM_SLOT] * num_rows)
         self.samples = int32([1] * num_rows)

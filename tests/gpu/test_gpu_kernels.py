@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_builders import TOLERANCE, Batch, batch, distance, ints, normal
+from kernel_builders import TOLERANCE, Batch, batch, change_slots, distance, ints, normal
 
 from aserve.core.ids import Epoch, Slot
 from aserve.core.plan import FLAG_DONE, Join
@@ -73,7 +73,7 @@ def test_frequencies_of_a_hundred_thousand_draws() -> None:
     logits_V = normal(vocab_size, seed=3) * 1.5
     params = SamplingParams(temperature=1.3, top_k=20, top_p=0.85, min_p=0.03)
     table = SlotTensors.allocate(num_slots=1, max_num_blocks=1, vocab_size=vocab_size, max_additions=1, device="cuda")
-    table.join((sequence(0, params=params),))
+    change_slots(table, joins=(sequence(0, params=params),))
     logits_RV = logits_V.expand(num_rows, -1).contiguous()
     tokens_R, flags_R = (torch.empty(num_rows, dtype=torch.int32, device="cuda") for _ in range(2))
     lengths_R = torch.arange(num_rows, dtype=torch.int32, device="cuda")
@@ -100,7 +100,7 @@ def test_the_draw_over_a_whole_vocabulary_is_the_cpus() -> None:
     vocab_size = 152_064
     logits_RV = normal(8, vocab_size, seed=6) * 2
     table = SlotTensors.allocate(num_slots=8, max_num_blocks=1, vocab_size=vocab_size, max_additions=1, device="cuda")
-    table.join(tuple(sequence(slot, params=SamplingParams(temperature=0.8)) for slot in range(8)))
+    change_slots(table, joins=tuple(sequence(slot, params=SamplingParams(temperature=0.8)) for slot in range(8)))
     tokens_R, flags_R = ints([-1] * 8), ints([-1] * 8)
 
     sample(
@@ -135,7 +135,7 @@ def test_a_captured_step_follows_the_slot_table() -> None:
     table = SlotTensors.allocate(
         num_slots=num_slots, max_num_blocks=8, vocab_size=vocab_size, max_additions=1, device="cuda"
     )
-    table.join((sequence(0, position=14, max_length=19), sequence(2, position=70)))
+    change_slots(table, joins=(sequence(0, position=14, max_length=19), sequence(2, position=70)))
     table.block_tables_SB[0] = ints([1, 2, 3, 4, 5, 6, 7, 8])
     table.block_tables_SB[2] = ints([9, 10, 11, 12, 13, 14, 15, 16])
     kv_layer = torch.zeros(2, num_kv_heads, 17, block_size, head_dim, dtype=BF16, device="cuda")

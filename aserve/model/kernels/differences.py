@@ -2,13 +2,14 @@
 
 The array begins with a header; what it counts lies anywhere behind it. Leaves, joins, table writes and token writes are
 applied in this order by the first program, which is all that most steps need. *Extras*, what only some joins bring
-(counts for penalties, logit additions, masks), are spread over the others.
+(counts for penalties, logit additions, masks, bad words), are spread over the others.
 
 Shape suffixes: S slots, W words of a record, B block-table entries, V vocabulary, A logit additions, M words of a mask.
 """
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +19,8 @@ from aserve.model.kernels.slots import (
     LAST_TOKEN,
     NEEDS,
     NEEDS_PENALTY,
+    NUM_BAD_WORDS,
+    NUM_HASHES,
     ONE_OUTPUT,
     POSITION,
     WORDS,
@@ -46,6 +49,8 @@ ADDITIONS: Final = 1
 """Values: token ids, then as many float32 that are added to their logits."""
 ALLOWED: Final = 2
 """Values: the M words of the slot's mask."""
+BAD_WORDS: Final = 3
+"""Values: the slot's rows of ``bad_words_SF`` and ``hashes_SN``, int64 as two words each."""
 
 _LEAVES = tl.constexpr(LEAVES)
 _JOINS = tl.constexpr(JOINS)
@@ -56,6 +61,9 @@ _EXTRAS = tl.constexpr(EXTRAS)
 _EXTRA_WORDS = tl.constexpr(EXTRA_WORDS)
 _HISTORY = tl.constexpr(HISTORY)
 _ADDITIONS = tl.constexpr(ADDITIONS)
+_ALLOWED = tl.constexpr(ALLOWED)
+_BAD_WORDS_SIZE = tl.constexpr(4 * NUM_BAD_WORDS)
+_HASHES_SIZE = tl.constexpr(2 * NUM_HASHES)
 _ONE_OUTPUT = tl.constexpr(ONE_OUTPUT)
 
 _NUM_EXTRA_PROGRAMS: Final = 8
@@ -112,8 +120,17 @@ def _write(words_ptr, records_ptr, tables_ptr, table_stride, seen_ptr, vocab_siz
 
 
 @triton.jit
+def _copy(source_ptr, target_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    for start in tl.range(0, SIZE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        word = tl.load(source_ptr + index, mask=index < SIZE, other=0)
+        tl.store(target_ptr + index, word, mask=index < SIZE)
+
+
+@triton.jit
 def _apply_extra(
-    extra_ptr, words_ptr, seen_ptr, addition_ids_ptr, addition_values_ptr, allowed_ptr, vocab_size,
+    extra_ptr, words_ptr, seen_ptr, addition_ids_ptr, addition_values_ptr, allowed_ptr, bad_words_ptr, hashes_ptr,
+    vocab_size,
     A: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
@@ -141,17 +158,18 @@ def _apply_extra(
             value = tl.load(values_ptr + count + index, mask=index < count, other=0)
             tl.store(addition_ids_ptr + slot * A + index, token, mask=index < A)
             tl.store(addition_values_ptr + slot * A + index, value.to(tl.float32, bitcast=True), mask=index < A)
+    elif kind == _ALLOWED:
+        _copy(values_ptr, allowed_ptr + slot * M, M, BLOCK)
     else:
-        for start in tl.range(0, M, BLOCK):
-            index = start + lane
-            word = tl.load(values_ptr + index, mask=index < M, other=0)
-            tl.store(allowed_ptr + slot * M + index, word, mask=index < M)
+        _copy(values_ptr, bad_words_ptr + slot * _BAD_WORDS_SIZE, _BAD_WORDS_SIZE, BLOCK)
+        _copy(values_ptr + _BAD_WORDS_SIZE, hashes_ptr + slot * _HASHES_SIZE, _HASHES_SIZE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_columns", "vocab_size"])
 def _differences_kernel(
     words_ptr, records_ptr, tables_ptr, table_stride, num_columns, seen_ptr, addition_ids_ptr, addition_values_ptr,
-    allowed_ptr, vocab_size, A: tl.constexpr, M: tl.constexpr, NUM_EXTRA_PROGRAMS: tl.constexpr,
+    allowed_ptr, bad_words_ptr, hashes_ptr, vocab_size,
+    A: tl.constexpr, M: tl.constexpr, NUM_EXTRA_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if program == 0:
@@ -176,7 +194,7 @@ def _differences_kernel(
         for index in tl.range(program - 1, count, NUM_EXTRA_PROGRAMS):
             _apply_extra(
                 extras_ptr + index * _EXTRA_WORDS, words_ptr, seen_ptr, addition_ids_ptr, addition_values_ptr,
-                allowed_ptr, vocab_size, A, M, BLOCK=512,
+                allowed_ptr, bad_words_ptr, hashes_ptr, vocab_size, A, M, BLOCK=512,
             )  # fmt: skip
 
 
@@ -188,7 +206,7 @@ def apply_differences(words: Tensor, table: SlotTensors) -> None:
     _differences_kernel[(1 + _NUM_EXTRA_PROGRAMS,)](
         words, table.records_SW, table.block_tables_SB, table.block_tables_SB.stride(0),
         table.block_tables_SB.shape[1], table.seen_SV, table.addition_ids_SA, table.addition_values_SA,
-        table.allowed_SM, table.vocab_size,
+        table.allowed_SM, table.bad_words_SF.view(torch.int32), table.hashes_SN.view(torch.int32), table.vocab_size,
         A=table.addition_ids_SA.shape[1], M=table.allowed_SM.shape[1], NUM_EXTRA_PROGRAMS=_NUM_EXTRA_PROGRAMS,
         num_warps=4,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """From logits to tokens, a program a row: a row's token depends on its own logits, parameters and noise alone.
 
 The order of what is done and the noise are those of ``aserve.model.sampler``, the CPU's: allowed tokens, additions,
-stop ids below the least length, penalties; then the maximum, or temperature, min-p, top-k, top-p and a draw by the
-Gumbel-max method. Filters look for the smallest logit that they keep by bisection, so ties stay together and no row is
-ever sorted.
+stop ids below the least length, bad words, penalties; then the maximum, or temperature, min-p, top-k, top-p and a draw
+by the Gumbel-max method. Filters look for the smallest logit that they keep by bisection, so ties stay together and no
+row is ever sorted.
 
 Shape suffixes: R rows, V vocabulary, S slots, K alternatives.
 """
@@ -25,8 +25,11 @@ from aserve.model.kernels.slots import (
     NEEDS,
     NEEDS_ADDITION,
     NEEDS_ALLOWED,
+    NEEDS_BAD_WORDS,
     NEEDS_MIN_LENGTH,
     NEEDS_PENALTY,
+    NUM_BAD_WORDS,
+    NUM_HASHES,
     PRESENCE,
     REPETITION,
     SEED,
@@ -43,6 +46,8 @@ _UNROLL = tl.constexpr(6)
 """Blocks of a pass at once: a pass waits for memory, not for arithmetic."""
 _NOBODY = tl.constexpr(2**31 - 1)
 _INVALID = tl.constexpr(FLAG_INVALID)
+_BAD_WORDS = tl.constexpr(NUM_BAD_WORDS)
+_HASHES = tl.constexpr(NUM_HASHES)
 _REACH = tl.constexpr(32.0)
 """Noise is within [-2.9, 22.9], so a logit so far below the largest one never wins; filters need not look there."""
 
@@ -57,6 +62,7 @@ def _parameter(record_ptr, word: tl.constexpr):
 @triton.jit
 def _edit(
     raw_ptr, work_ptr, record_ptr, slot, needs, length, seen_ptr, addition_ids_ptr, addition_values_ptr, allowed_ptr,
+    bad_words_ptr, hashes_ptr, powers_ptr,
     V: tl.constexpr, A: tl.constexpr, BLOCK_A: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies a row's logits to ``work_ptr``, changed. Barriers order what one thread writes and another one changes."""
@@ -82,6 +88,20 @@ def _edit(
             lowest = tl.full([STOP_IDS], _MINUS_INFINITY, tl.float32)
             tl.store(work_ptr + token, lowest, mask=(token >= 0) & (token < V))
             tl.debug_barrier()
+    if needs & NEEDS_BAD_WORDS:
+        word_ptr = bad_words_ptr + (slot * _BAD_WORDS + tl.arange(0, _BAD_WORDS)) * 2
+        entry = tl.load(word_ptr)
+        count = entry & 0x7FFFFFFF
+        token = entry >> 32
+        expected = tl.load(word_ptr + 1)
+        slot_hashes_ptr = hashes_ptr + slot * _HASHES
+        here = tl.load(slot_hashes_ptr + length % _HASHES)
+        is_long_enough = (count > 0) & (count <= length)
+        before = tl.load(slot_hashes_ptr + (length - count) % _HASHES, mask=is_long_enough, other=0)
+        found = here - before * tl.load(powers_ptr + count, mask=is_long_enough, other=0)
+        lowest = tl.full([_BAD_WORDS], _MINUS_INFINITY, tl.float32)
+        tl.store(work_ptr + token, lowest, mask=is_long_enough & (found == expected))
+        tl.debug_barrier()
     if needs & NEEDS_PENALTY:
         repetition = _parameter(record_ptr, REPETITION)
         presence = _parameter(record_ptr, PRESENCE)
@@ -169,7 +189,7 @@ def _draw(row_ptr, temperature, least, seed, position, V: tl.constexpr, BLOCK: t
 @triton.jit
 def _sample_kernel(
     logits_ptr, work_ptr, slots_ptr, lengths_ptr, records_ptr, seen_ptr, addition_ids_ptr, addition_values_ptr,
-    allowed_ptr, tokens_ptr, flags_ptr,
+    allowed_ptr, bad_words_ptr, hashes_ptr, powers_ptr, tokens_ptr, flags_ptr,
     V: tl.constexpr, A: tl.constexpr, BLOCK_A: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -186,7 +206,7 @@ def _sample_kernel(
             work_row_ptr = work_ptr + row * V
             _edit(
                 row_ptr, work_row_ptr, record_ptr, slot, needs, length, seen_ptr, addition_ids_ptr,
-                addition_values_ptr, allowed_ptr, V, A, BLOCK_A, M, BLOCK,
+                addition_values_ptr, allowed_ptr, bad_words_ptr, hashes_ptr, powers_ptr, V, A, BLOCK_A, M, BLOCK,
             )  # fmt: skip
             row_ptr = work_row_ptr
 
@@ -245,7 +265,8 @@ def sample(
     block = min(_BLOCK_MAX, max(128, triton.next_power_of_2(vocab_size)))
     _sample_kernel[(num_rows,)](
         logits_RV, work_RV, slots_R, lengths_R, table.records_SW, table.seen_SV, table.addition_ids_SA,
-        table.addition_values_SA, table.allowed_SM, tokens_R, flags_R,
+        table.addition_values_SA, table.allowed_SM, table.bad_words_SF, table.hashes_SN, table.powers_N,
+        tokens_R, flags_R,
         V=vocab_size, A=num_additions, BLOCK_A=triton.next_power_of_2(max(1, num_additions)),
         M=table.allowed_SM.shape[1], BLOCK=block, num_warps=16 if block == _BLOCK_MAX else 4,
     )  # fmt: skip

@@ -15,11 +15,14 @@ from aserve.core.plan import FLAG_DONE, FLAG_INVALID
 from aserve.model.kernels.slots import (
     DONE,
     FIRST_STOP_ID,
+    HASH_BASE,
     LAST_TOKEN,
     MAX_LENGTH,
     MIN_LENGTH,
     NEEDS,
+    NEEDS_BAD_WORDS,
     NEEDS_PENALTY,
+    NUM_HASHES,
     ONE_OUTPUT,
     POSITION,
     STOP_IDS,
@@ -38,6 +41,8 @@ _FLAG_INVALID = tl.constexpr(FLAG_INVALID)
 _TOKEN_SHIFT = tl.constexpr(_TOKEN_BITS)
 _STEP_SHIFT = tl.constexpr(_TOKEN_BITS + _FLAG_BITS)
 _ONE_OUTPUT = tl.constexpr(ONE_OUTPUT)
+_HASHES = tl.constexpr(NUM_HASHES)
+_HASH_BASE = tl.constexpr(HASH_BASE)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "num_tokens"])
@@ -130,7 +135,7 @@ def lay_out_rows(
 
 @triton.jit(do_not_specialize=["num_sequences", "vocab_size"])
 def _commit_kernel(
-    tokens_ptr, flags_ptr, slots_ptr, starts_ptr, context_lens_ptr, samples_ptr, records_ptr, seen_ptr,
+    tokens_ptr, flags_ptr, slots_ptr, starts_ptr, context_lens_ptr, samples_ptr, records_ptr, seen_ptr, hashes_ptr,
     ring_ptr, step_ptr, num_sequences, vocab_size,
     N: tl.constexpr, RING_ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -160,9 +165,15 @@ def _commit_kernel(
     tl.store(record_ptr + POSITION, context, mask=is_live)
     tl.store(record_ptr + LAST_TOKEN, token, mask=writes)
     tl.store(record_ptr + DONE, tl.full([BLOCK_S], 1, tl.int32), mask=ended | is_invalid)
-    counts = writes & ((tl.load(record_ptr + NEEDS, mask=writes, other=0) & NEEDS_PENALTY) != 0)
+    needs = tl.load(record_ptr + NEEDS, mask=writes, other=0)
+    counts = writes & ((needs & NEEDS_PENALTY) != 0)
     seen_ptrs = seen_ptr + slot * vocab_size + token
     tl.store(seen_ptrs, tl.load(seen_ptrs, mask=counts, other=0) + _ONE_OUTPUT, mask=counts)
+
+    hashes = writes & ((needs & NEEDS_BAD_WORDS) != 0)
+    hash = tl.load(hashes_ptr + slot * _HASHES + context % _HASHES, mask=hashes, other=0)
+    hash = hash * tl.full([BLOCK_S], _HASH_BASE, tl.int64) + token + 1
+    tl.store(hashes_ptr + slot * _HASHES + length % _HASHES, hash, mask=hashes)
 
     step = tl.load(step_ptr)
     flags = tl.where(ended | was_done, _FLAG_DONE, 0) | tl.where(is_invalid, _FLAG_INVALID, 0)
@@ -195,7 +206,7 @@ def commit(
     num_sequences = len(slots_S)
     _commit_kernel[(1,)](
         tokens_S, flags_S, slots_S, query_starts, context_lens_S, samples_S, table.records_SW, table.seen_SV,
-        ring_NS, step_1, num_sequences, table.vocab_size,
+        table.hashes_SN, ring_NS, step_1, num_sequences, table.vocab_size,
         N=ring_NS.shape[0], RING_ROWS=ring_NS.shape[1], BLOCK_S=max(16, triton.next_power_of_2(num_sequences)),
         num_warps=4,
     )  # fmt: skip

@@ -78,12 +78,21 @@ class SlotNeeds(IntFlag):
     ADDITION = 2
     ALLOWED = 4
     MIN_LENGTH = 8
+    BAD_WORDS = 16
 
 
 NEEDS_PENALTY = tl.constexpr(int(SlotNeeds.PENALTY))
 NEEDS_ADDITION = tl.constexpr(int(SlotNeeds.ADDITION))
 NEEDS_ALLOWED = tl.constexpr(int(SlotNeeds.ALLOWED))
 NEEDS_MIN_LENGTH = tl.constexpr(int(SlotNeeds.MIN_LENGTH))
+NEEDS_BAD_WORDS = tl.constexpr(int(SlotNeeds.BAD_WORDS))
+
+NUM_BAD_WORDS: Final = 512
+"""Of more than one token, that a slot holds: each that a request may name, alone and behind a space."""
+NUM_HASHES: Final = 2048
+"""Positions whose hashes a slot keeps, a power of two: a bad word has fewer tokens."""
+HASH_BASE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Of the polynomial hash of a sequence's tokens, modulo 2**64, as an int64."""
 
 ONE_OUTPUT: Final = 2
 """``seen_SV`` holds 1 for a token that the prompt has, plus 2 for each time that the output does."""
@@ -114,8 +123,10 @@ def _needs(join: Join) -> int:
     params, needs = join.params, 0
     if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
         needs |= SlotNeeds.PENALTY.value
-    if params.logit_bias or params.bad_words:
+    if params.logit_bias or any(len(word) == 1 for word in params.bad_words):
         needs |= SlotNeeds.ADDITION.value
+    if any(len(word) > 1 for word in params.bad_words):
+        needs |= SlotNeeds.BAD_WORDS.value
     if params.allowed_token_ids is not None:
         needs |= SlotNeeds.ALLOWED.value
     if join.min_length > join.num_prompt_tokens and join.stop_ids:
@@ -124,7 +135,7 @@ def _needs(join: Join) -> int:
 
 
 def additions(join: Join, vocab_size: int) -> dict[int, float]:
-    """What is added to single logits: biases, -inf for bad words of one token. Longer ones are not for the device."""
+    """What is added to single logits: biases, -inf for bad words of one token."""
     found = {token: value for token, value in join.params.logit_bias if 0 <= token < vocab_size}
     found |= {word[0]: -np.inf for word in join.params.bad_words if len(word) == 1 and 0 <= word[0] < vocab_size}
     return found
@@ -139,12 +150,35 @@ def allowed_mask(join: Join, vocab_size: int) -> NDArray[np.int32]:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def seen_counts(join: Join, vocab_size: int) -> NDArray[np.int32]:
-    """A row of ``seen_SV`` rebuilt from the history, whose prompt ends at ``num_prompt_tokens``."""
-    prompt, output = join.history[: join.num_prompt_tokens], join.history[join.num_prompt_tokens :]
-    seen = np.bincount(output, minlength=vocab_size).astype(np.int32) * ONE_OUTPUT
-    seen[np.unique(prompt)] += 1
-    return seen
+def bad_words(join: Join, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """int64 [NUM_BAD_WORDS, 2]: of words of several tokens the number before the last one and, in the upper half, the
+    last one; then the hash of those before it. int64 [NUM_HASHES]: hashes of what the sequence holds so far.
+
+    A sequence of p tokens has the hash h(p) = h(p - 1) * HASH_BASE + token + 1; entry p % NUM_HASHES. It may start
+    anywhere: that of its last n tokens is h(p) - h(p - n) * HASH_BASE**n.
+    """
+    words = [word for word in join.params.bad_words if 1 < len(word) < NUM_HASHES and 0 <= word[-1] < vocab_size]
+    entries = np.zeros((NUM_BAD_WORDS, 2), np.int64)
+    for entry, word in zip(entries, words, strict=False):
+        entry[:] = (len(word) - 1) | (word[-1] << 32), _signed(_hashes(word[:-1])[-1])
+    longest = max((len(word) - 1 for word in words), default=0)
+    tail = join.history[-longest:] if longest else join.history[:0]
+    first = len(join.history) - len(tail)
+    hashes = np.zeros(NUM_HASHES, np.int64)
+    hashes[np.arange(first, first + len(tail) + 1) % NUM_HASHES] = [_signed(h) for h in _hashes(tail.tolist())]
+    return entries, hashes
+
+
+def _hashes(tokens: Sequence[int]) -> list[int]:
+    """Of nothing, of the first token, of the first two, ..."""
+    found = [0]
+    for token in tokens:
+        found.append((found[-1] * HASH_BASE + token + 1) & 0xFFFF_FFFF_FFFF_FFFF)
+    return found
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +186,8 @@ class SlotTensors:
     """Device memory of S slots. The last one is nobody's and done for ever: padding names it.
 
     records_SW: int32, RECORD. block_tables_SB, seen_SV: int32. addition_ids_SA: int32, NO_TOKEN where unused, ids of a
-    slot distinct; addition_values_SA: float32. allowed_SM: int32, one bit a token.
+    slot distinct; addition_values_SA: float32. allowed_SM: int32, one bit a token. bad_words_SF, hashes_SN: int64, what
+    ``bad_words`` makes, rows of F = 2 * NUM_BAD_WORDS and N = NUM_HASHES. powers_N: int64, of HASH_BASE.
     """
 
     records_SW: Tensor
@@ -161,6 +196,9 @@ class SlotTensors:
     addition_ids_SA: Tensor
     addition_values_SA: Tensor
     allowed_SM: Tensor
+    bad_words_SF: Tensor
+    hashes_SN: Tensor
+    powers_N: Tensor
 
     @classmethod
     def allocate(
@@ -173,6 +211,7 @@ class SlotTensors:
 
         records_SW = full(0, NUM_WORDS)
         records_SW[:, DONE.value] = 1
+        powers = [_signed(pow(HASH_BASE, exponent, 1 << 64)) for exponent in range(NUM_HASHES)]
         return cls(
             records_SW=records_SW,
             block_tables_SB=full(0, max_num_blocks),
@@ -180,39 +219,11 @@ class SlotTensors:
             addition_ids_SA=full(NO_TOKEN, max_additions),
             addition_values_SA=full(0.0, max_additions, dtype=torch.float32),
             allowed_SM=full(-1, -(-vocab_size // 32)),
+            bad_words_SF=full(0, 2 * NUM_BAD_WORDS, dtype=torch.int64),
+            hashes_SN=full(0, NUM_HASHES, dtype=torch.int64),
+            powers_N=torch.tensor(powers, dtype=torch.int64, device=device),
         )
 
     @property
     def vocab_size(self) -> int:
         return self.seen_SV.shape[1]
-
-    def join(self, joins: tuple[Join, ...]) -> None:
-        """Bind slots: one copy for the records; more only for requests that ask for more. In the stream's order."""
-        records = slot_records(joins, self.vocab_size)
-        slots_J = self._put(np.array([join.slot for join in joins], np.int64))
-        self.block_tables_SB[slots_J] = 0
-        self.records_SW[slots_J] = self._put(records.view(np.int32).reshape(len(joins), NUM_WORDS))
-        for join, needs in zip(joins, records["needs"].tolist(), strict=True):
-            if needs & SlotNeeds.PENALTY:
-                self.seen_SV[join.slot] = self._put(seen_counts(join, self.vocab_size))
-            if needs & SlotNeeds.ALLOWED:
-                self.allowed_SM[join.slot] = self._put(allowed_mask(join, self.vocab_size))
-            if needs & SlotNeeds.ADDITION:
-                self._join_additions(join)
-
-    def _join_additions(self, join: Join) -> None:
-        width = self.addition_ids_SA.shape[1]
-        ids, values = np.full(width, NO_TOKEN, np.int32), np.zeros(width, np.float32)
-        for index, (token, value) in enumerate(additions(join, self.vocab_size).items()):
-            ids[index], values[index] = token, value
-        self.addition_ids_SA[join.slot] = self._put(ids)
-        self.addition_values_SA[join.slot] = self._put(values)
-
-    def leave(self, slots: NDArray[np.int32]) -> None:
-        """Make slots inert; their block tables point to the trash block again."""
-        slots_J = self._put(slots.astype(np.int64))
-        self.records_SW[:, DONE.value].index_fill_(0, slots_J, 1)
-        self.block_tables_SB.index_fill_(0, slots_J, 0)
-
-    def _put(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self.records_SW.device, non_blocking=True)
