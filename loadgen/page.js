@@ -48,7 +48,7 @@ function logarithmic(low, high, from, to) {
   const a = Math.log10(low), b = Math.log10(high);
   const scale = value => from + (Math.log10(Math.max(value, low)) - a) / (b - a || 1) * (to - from);
   scale.ticks = [];
-  const factors = b - a > 3 ? [1] : b - a > 1.2 ? [1, 3] : [1, 2, 5];
+  const factors = b - a > 4 ? [1] : b - a > 2 ? [1, 3] : [1, 2, 5];
   for (let power = Math.floor(a); power <= b; power++)
     for (const factor of factors) {
       const tick = factor * 10 ** power;

@@ -17,8 +17,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
 
-# Requests of each that take a small server about half a minute; agents without tools, which not every server knows.
+# Requests of each that take a small server about half a minute.
 SIZES = {"chat": 10, "rag": 16, "agent": 5, "batch": 24, "burst": 48, "hostile": 40, "trace": 24}
+# What not every server knows is left out for all: transformers refuses ignore_eos, and not all serve tools.
+COMMON = ["request.ignore_eos=false"]
 OVERRIDES = {"agent": ["work.body.tools=[]"], "batch": ["arrivals.concurrency=16"]}
 SLOTS = 8
 COLUMNS = (
@@ -38,7 +40,7 @@ def measure(url: str, model: str, scenario: str) -> dict[str, Any]:
             sys.executable, "-m", "loadgen", "run", scenario, "--base-url", url, "--model", model,
             "--num-requests", str(SIZES[scenario]), "--warmup-requests", "1", "--allow-errors", "--json", str(report),
         ]  # fmt: skip
-        for override in OVERRIDES.get(scenario, ()):
+        for override in (*COMMON, *OVERRIDES.get(scenario, ())):
             command += ["--set", override]
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
