@@ -20,7 +20,6 @@ from aserve.core.plan import Join
 from aserve.core.request import MAX_STOP_IDS
 
 NO_TOKEN: Final = -1
-_NO_STOP_IDS: Final = (NO_TOKEN,) * MAX_STOP_IDS
 _INT32_MAX: Final = 2**31 - 1
 
 RECORD: Final = np.dtype(
@@ -115,18 +114,21 @@ def slot_records(joins: Sequence[Join], vocab_size: int) -> NDArray[np.void]:
     records["presence"] = [p.presence_penalty for p in params]
     records["frequency"] = [p.frequency_penalty for p in params]
     records["epoch"] = [join.epoch for join in joins]
-    records["stop_ids"] = [join.stop_ids + _NO_STOP_IDS[len(join.stop_ids) :] for join in joins]
+    records["stop_ids"] = NO_TOKEN
+    for row, join in zip(records["stop_ids"], joins, strict=True):
+        if join.stop_ids:
+            row[: len(join.stop_ids)] = join.stop_ids
     return records
 
 
 def _needs(join: Join) -> int:
-    params, needs = join.params, 0
+    params, needs = join.params, 0  # a plain int: an IntFlag's "or" takes a microsecond
     if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
         needs |= SlotNeeds.PENALTY.value
-    if params.logit_bias or any(len(word) == 1 for word in params.bad_words):
+    if params.logit_bias:
         needs |= SlotNeeds.ADDITION.value
-    if any(len(word) > 1 for word in params.bad_words):
-        needs |= SlotNeeds.BAD_WORDS.value
+    for word in params.bad_words:
+        needs |= SlotNeeds.ADDITION.value if len(word) == 1 else SlotNeeds.BAD_WORDS.value
     if params.allowed_token_ids is not None:
         needs |= SlotNeeds.ALLOWED.value
     if join.min_length > join.num_prompt_tokens and join.stop_ids:
