@@ -277,7 +277,10 @@ async def loopback_server(handler: Handler) -> Any:
     heads: list[bytes] = []
     bodies: list[dict[str, Any]] = []
 
+    serving: set[asyncio.Task[None] | None] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -288,14 +291,19 @@ async def loopback_server(handler: Handler) -> Any:
                 heads.append(head)
                 bodies.append(json.loads(await reader.readexactly(length)))
                 await handler(writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
+            serving.discard(asyncio.current_task())
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield LoopbackServer(port=server.sockets[0].getsockname()[1], heads=heads, bodies=bodies)
+        # A handler that waits for ever would keep the server open: from 3.12 on its end waits for every connection's.
+        for task in list(serving):
+            assert task is not None
+            task.cancel()
 
 
 async def answer_well(writer: asyncio.StreamWriter) -> None:

@@ -7,6 +7,7 @@ Servers are started as in ``tests/bench/cpu_table.py``, one after another; each 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,16 +81,23 @@ def main() -> int:
     parser.add_argument("--llamacpp", metavar="PYTHON")
     parser.add_argument("--gguf", metavar="FILE")
     parser.add_argument("--transformers", metavar="PYTHON")
+    parser.add_argument("--threads", type=int, default=2, help="of each server (default: 2)")
     parser.add_argument("--only", metavar="NAME", help="of the servers")
     arguments = parser.parse_args()
     from cpu_table import contenders, running
 
+    # Told to end, it takes its server along: the exception passes through ``running``.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "ASERVE_MODEL__THREADS": str(arguments.threads)}
     lines, notes = [], []
     for contender in contenders(arguments):
         if contender.name == "aserve, edge" or (arguments.only and contender.name != arguments.only):
             continue
         # A slot of llama.cpp's has to hold the longest prompt and its answer.
-        command = [part.replace("1024 * slots", "2048 * slots") for part in contender.command]
+        command = [
+            part.replace("1024 * slots", "2048 * slots").replace("n_threads = 2", f"n_threads = {arguments.threads}")
+            for part in contender.command
+        ]
         with running(replace(contender, command=command), SLOTS) as url:
             for scenario in arguments.scenarios:
                 report = measure(url, contender.model, scenario)
