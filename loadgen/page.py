@@ -103,8 +103,8 @@ def sweep_page(sweep: Sweep) -> str:
 
 
 def _page(*, title: str, data: dict[str, Any]) -> str:
-    # "</" inside a string would end the script element.
-    json = codec.dumps({"title": title, **data}).decode().replace("</", "<\\/")
+    # Inside a string "</script" would end the element and "<!--" hide its end.
+    json = codec.dumps({"title": title, **data}).decode().replace("<", "\\u003c")
     page = (_FOLDER / "page.html").read_text(encoding="utf-8")
     shown = title.replace("&", "&amp;").replace("<", "&lt;")
     for mark, text in (

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
 
 # Requests of each that take a small server about half a minute.
-SIZES = {"chat": 10, "rag": 16, "agent": 5, "batch": 24, "burst": 48, "hostile": 40, "trace": 24}
+SIZES = {"chat": 8, "rag": 8, "agent": 4, "batch": 16, "burst": 24, "hostile": 30, "trace": 10}
 # What not every server knows is left out for all: transformers refuses ignore_eos, and not all serve tools.
 COMMON = ["request.ignore_eos=false"]
 OVERRIDES = {"agent": ["work.body.tools=[]"], "batch": ["arrivals.concurrency=16"]}

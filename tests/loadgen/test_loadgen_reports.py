@@ -42,6 +42,11 @@ def many(num_requests):
     return result_of(options(num_requests=num_requests), [driver_result(samples)])
 
 
+def data_of(text):
+    """What the page's script draws from."""
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+
+
 def test_the_page_of_10_000_requests_is_small_and_alone():
     """It stays below 1 MB, holds every request, and names nothing that a browser would fetch."""
     result = many(10_000)
@@ -49,8 +54,9 @@ def test_the_page_of_10_000_requests_is_small_and_alone():
     text = page.run_page(result, summarise(result))
 
     assert len(text.encode()) < 1_000_000
-    data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+    data = data_of(text)
     assert len(data["requests"]) == 10_000
+    assert data["tables"][-1]["rows"][0]["cells"][2] == "not ended </script><b>"
     assert data["statuses"] == ["ok", "left on purpose", "timeout"]
     assert not re.search(r"(?:src|href)=|@import|url\(|fetch\(|XMLHttp", text)
     assert re.findall(r"https?://[^\s\"'<,]+", text) == ["http://127.0.0.1:8000/v1/chat/completions"]
@@ -62,10 +68,12 @@ def test_the_page_says_what_is_wrong_with_its_figures():
     driver = driver_result([sample(answer([5, 6]))], cpu_s=4.9, wall_s=5.0)
     result = result_of(run, [driver])
 
-    text = page.run_page(result, summarise(result))
+    alarms = data_of(page.run_page(result, summarise(result)))["alarms"]
 
-    assert "Client-bound" in text
-    assert "Limit broken: e2e_ms_p50 < 1: it is 1000" in text.replace("\\", "")
+    assert alarms == [
+        "Client-bound: these figures are the load generator's own (CPU).",
+        "Limit broken: e2e_ms_p50 < 1: it is 1000.",
+    ]
 
 
 def test_a_run_of_nothing_has_a_page_too():
