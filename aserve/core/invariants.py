@@ -1,17 +1,14 @@
-"""An independent recount of the scheduler's state. Every fixture runs it; debug builds run it while serving."""
+"""An independent recount of the core's state. Every fixture runs it; debug builds run it while serving."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aserve.core.ids import BlockId
+from aserve.core.inflight import InflightStep
+from aserve.core.state import State
 from aserve.core.transitions import BlockState, SequenceState, SlotState
 from aserve.errors import InvariantViolated
-
-if TYPE_CHECKING:
-    from aserve.core.inflight import InflightStep
-    from aserve.core.scheduler import Scheduler
 
 _RUNNING = (SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PREEMPTING)
 
@@ -21,33 +18,33 @@ def _require(condition: bool, sentence: str) -> None:
         raise InvariantViolated(sentence)
 
 
-def check(scheduler: "Scheduler") -> None:
+def check(core: State) -> None:
     """Raise InvariantViolated if anything disagrees with a recount from scratch. Costs a pass over all blocks."""
-    _check_blocks(scheduler)
-    _check_queues(scheduler)
-    _check_slots(scheduler)
-    if scheduler.is_idle:
-        _check_idle(scheduler)
+    _check_blocks(core)
+    _check_queues(core)
+    _check_slots(core)
+    if core.is_idle:
+        _check_idle(core)
 
 
-def check_reads(scheduler: "Scheduler", step: "InflightStep") -> None:
+def check_reads(core: State, step: InflightStep) -> None:
     """I8: no block that a step was composed with was handed out again before the step landed."""
     assert step.reads is not None
     blocks, generations = step.reads
-    changed = blocks[scheduler.ledger.generation[blocks] != generations]
+    changed = blocks[core.ledger.generation[blocks] != generations]
     _require(not len(changed), f"step {step.plan.step} read blocks {changed.tolist()} that were handed out again")
-    free = [block for block in blocks.tolist() if scheduler.ledger.state(BlockId(block)) is BlockState.FREE]
+    free = [block for block in blocks.tolist() if core.ledger.state(BlockId(block)) is BlockState.FREE]
     _require(not free, f"step {step.plan.step} read blocks {free} that had become free")
 
 
-def _check_blocks(scheduler: "Scheduler") -> None:
-    ledger = scheduler.ledger
+def _check_blocks(core: State) -> None:
+    ledger = core.ledger
     blocks = [BlockId(block) for block in range(1, ledger.num_blocks + 1)]
     states = Counter(ledger.state(block) for block in blocks)
     counted = (states[BlockState.FREE], states[BlockState.CACHED], states[BlockState.PENDING])
     kept = (ledger.num_free, ledger.num_cached, ledger.num_pending)
     _require(counted == kept, f"free, cached, pending blocks: counted {counted}, the ledger says {kept}")
-    users: Counter[BlockId] = Counter(block for s in scheduler.ready for block in s.blocks)
+    users: Counter[BlockId] = Counter(block for s in core.ready for block in s.blocks)
     for block in blocks:
         state, references = ledger.state(block), ledger.references(block)
         if state is BlockState.READONLY:
@@ -61,14 +58,14 @@ def _check_blocks(scheduler: "Scheduler") -> None:
         if state is BlockState.PENDING:
             _require(ledger.fence(block) > ledger.landed, f"block {block} is pending behind a fence that has passed")
         if state is BlockState.CACHED:
-            _require(scheduler.prefix.has(block), f"block {block} is cached without a hash")
-    for block in scheduler.prefix.blocks():
+            _require(core.prefix.has(block), f"block {block} is cached without a hash")
+    for block in core.prefix.blocks():
         held = ledger.state(block) in (BlockState.READONLY, BlockState.CACHED)
         _require(held, f"block {block} is in the prefix table but {ledger.state(block)}")
 
 
-def _check_queues(scheduler: "Scheduler") -> None:
-    waiting, ready = list(scheduler.waiting), list(scheduler.ready)
+def _check_queues(core: State) -> None:
+    waiting, ready = list(core.waiting), list(core.ready)
     for name, queue in (("waiting", waiting), ("ready", ready)):
         orders = [sequence.order for sequence in queue]
         _require(orders == sorted(orders), f"the {name} queue is out of order")
@@ -76,25 +73,21 @@ def _check_queues(scheduler: "Scheduler") -> None:
     _require(all(not s.blocks and s.slot is None for s in waiting), "a waiting sequence owns blocks or a slot")
     _require(all(s.state in _RUNNING for s in ready), "a sequence in the ready queue does not run")
     tokens = sum(s.num_uncached_at_door for s in waiting)
-    _require(
-        tokens == scheduler.waiting.num_tokens, f"{tokens} tokens wait, the queue says {scheduler.waiting.num_tokens}"
-    )
-    parked = scheduler.parked.values()
+    _require(tokens == core.waiting.num_tokens, f"{tokens} tokens wait, the queue says {core.waiting.num_tokens}")
+    parked = core.parked.values()
     _require(all(s.state is SequenceState.PARKED and s.is_stalled for s in parked), "a parked sequence is not stalled")
     _require(all(not s.blocks and s.slot is None for s in parked), "a parked sequence owns blocks or a slot")
-    num_known = len(waiting) + len(ready) + len(parked) + len(scheduler.done)
-    _require(
-        num_known == len(scheduler.sequences), f"{num_known} sequences in queues, {len(scheduler.sequences)} known"
-    )
+    num_known = len(waiting) + len(ready) + len(parked) + len(core.done)
+    _require(num_known == len(core.sequences), f"{num_known} sequences in queues, {len(core.sequences)} known")
 
 
-def _check_slots(scheduler: "Scheduler") -> None:
-    book, size = scheduler.slots, scheduler.options.block_size
+def _check_slots(core: State) -> None:
+    book, size = core.slots, core.options.block_size
     states = Counter(book.state)
     counted = (states[SlotState.FREE], states[SlotState.RETIRING], states[SlotState.BOUND])
-    kept = (book.num_free, book.num_retiring, len(scheduler.ready))
+    kept = (book.num_free, book.num_retiring, len(core.ready))
     _require(counted == kept, f"free, retiring, bound slots: counted {counted}, kept {kept}")
-    for sequence in scheduler.ready:
+    for sequence in core.ready:
         slot = sequence.slot
         assert slot is not None
         _require(book.owner[slot] is sequence, f"slot {slot} is not owned by sequence {sequence.id}, which claims it")
@@ -110,14 +103,14 @@ def _check_slots(scheduler: "Scheduler") -> None:
         )
         if sequence.num_published * size > int(book.num_computed[slot]):
             raise InvariantViolated(f"sequence {sequence.id} published blocks that are not computed")
-        readable = [scheduler.ledger.state(block) is BlockState.READONLY for block in sequence.blocks]
+        readable = [core.ledger.state(block) is BlockState.READONLY for block in sequence.blocks]
         expected = [index < sequence.num_published for index in range(len(readable))]
         _require(
             readable == expected,
             f"sequence {sequence.id}: its readonly blocks are not its {sequence.num_published} published",
         )
     num_rows: Counter[int] = Counter()
-    for step in scheduler.inflight:
+    for step in core.inflight:
         alive = book.live[step.row_slots] & (book.epoch[step.row_slots] == step.row_epochs)
         num_rows.update(step.row_slots[alive].tolist())
     for row in np.flatnonzero(book.live).tolist():
@@ -125,10 +118,10 @@ def _check_slots(scheduler: "Scheduler") -> None:
         _require(num_rows[row] == unlanded, f"slot {row}: {num_rows[row]} rows in flight, not {unlanded}")
 
 
-def _check_idle(scheduler: "Scheduler") -> None:
+def _check_idle(core: State) -> None:
     """I1 and I4: at idle nothing is writing, readonly or pending, and everything has been given back."""
-    ledger = scheduler.ledger
+    ledger = core.ledger
     _require(ledger.num_free + ledger.num_cached == ledger.num_blocks, "blocks are held though nothing runs")
-    _require(scheduler.slots.num_free == scheduler.slots.max_num_seqs, "slots are held though nothing runs")
-    _require(not scheduler.sequences, f"{len(scheduler.sequences)} sequences are known though nothing runs")
-    _require(scheduler.waiting.num_tokens == 0, "tokens wait though nothing waits")
+    _require(core.slots.num_free == core.slots.max_num_seqs, "slots are held though nothing runs")
+    _require(not core.sequences, f"{len(core.sequences)} sequences are known though nothing runs")
+    _require(core.waiting.num_tokens == 0, "tokens wait though nothing waits")

@@ -77,7 +77,6 @@ class World:
         vocab_size: int = 32000,
         checked: bool = True,
         bugs: DeviceBugs | None = None,
-        scheduler: type[Scheduler] = Scheduler,
         **options: object,
     ) -> None:
         self.options = SchedulerOptions(
@@ -94,7 +93,7 @@ class World:
         self.max_model_len = max_model_len or num_blocks * block_size
         self.vocab_size = vocab_size
         self.checked = checked
-        self.scheduler = scheduler(
+        self.scheduler = Scheduler(
             self.options, num_blocks=num_blocks, max_model_len=self.max_model_len, vocab_size=vocab_size
         )
         self.runner = MemoryRunner(

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from core_builders import World
 
 from aserve.core.request import FinishReason
-from aserve.core.scheduler import Scheduler
 from aserve.testing import DeviceBugs
 
 MAX_NUM_SEQS = 16
@@ -44,7 +43,6 @@ def hunt(
     seed: int = 0,
     max_inflight: int = 4,
     bugs: DeviceBugs | None = None,
-    scheduler: type[Scheduler] = Scheduler,
     fail_steps: float = 0.002,
     stop_at_first: bool = False,
     on_progress: Callable[[Catch], None] = lambda catch: None,
@@ -61,7 +59,6 @@ def hunt(
         long_prefill_threshold=24,
         checked=False,
         bugs=bugs,
-        scheduler=scheduler,
     )
     documents = [[rng.randrange(32000) for _ in range(40)] for _ in range(8)]
     catch = Catch()

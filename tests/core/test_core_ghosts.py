@@ -7,9 +7,9 @@ recount and the device's own assertions are off.
 import pytest
 from ghost_hunt import hunt
 
+from aserve.core import composing
 from aserve.core.blocks import BlockLedger
 from aserve.core.ids import StepNumber
-from aserve.core.scheduler import Scheduler
 from aserve.core.slots import SlotBook
 from aserve.testing import DeviceBugs
 
@@ -25,14 +25,17 @@ def test_no_ghosts(max_inflight):
     assert min(catch.num_aborted, catch.num_failed, catch.num_preemptions, catch.num_prefix_hits) > 50
 
 
-class HashesAtLaunch(Scheduler):
+def hash_at_launch(monkeypatch):
     """The planted fault: a block is published when its writer is composed, not when it has landed."""
+    take_chunk = composing._take_chunk
 
-    def _take_chunk(self, sequence, *args):
-        chunk = super()._take_chunk(sequence, *args)
-        self.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
-        self.sharing.publish(sequence)
+    def take_and_publish(state, sequence, *args):
+        chunk = take_chunk(state, sequence, *args)
+        state.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
+        state.sharing.publish(sequence)
         return chunk
+
+    monkeypatch.setattr(composing, "_take_chunk", take_and_publish)
 
 
 def free_blocks_early(monkeypatch):
@@ -61,7 +64,7 @@ PLANTED = {
     "a block freed a step early": (free_blocks_early, {}),
     "a slot reused without its fence": (free_slots_early, {}),
     "staging reused": (None, {"bugs": DeviceBugs(staging_reused=True)}),
-    "a hash entered at launch": (None, {"scheduler": HashesAtLaunch}),
+    "a hash entered at launch": (hash_at_launch, {}),
     "a done row writing": (None, {"bugs": DeviceBugs(done_rows_write=True)}),
     "a stale result word": (None, {"bugs": DeviceBugs(stale_result_words=True)}),
 }

@@ -3,6 +3,7 @@
 import pytest
 from core_builders import World
 
+from aserve.core.leaving import preempt_last
 from aserve.core.request import FinishReason
 from aserve.core.transitions import BlockState, SequenceState
 
@@ -17,7 +18,7 @@ def test_output_in_flight_is_kept_and_delivered():
     world.step()
     world.launch()
     world.launch()
-    world.scheduler._preempt_last()
+    preempt_last(world.scheduler)
     plan = world.launch()
     rows = world.listed(plan)
     world.land()
@@ -39,7 +40,7 @@ def test_a_resumed_sequence_takes_its_own_blocks_from_the_cache():
     victim = world.submit(17, 20)
     for _ in range(8):
         world.step()
-    world.scheduler._preempt_last()
+    preempt_last(world.scheduler)
     world.run()
 
     # 17 + 8 tokens, of which 24 are computed and hashed.
@@ -54,7 +55,7 @@ def test_a_marked_sequence_that_its_last_token_ends_does_not_come_back():
     victim = world.submit(6, 20, stop_at=1)
     world.step()
     world.launch()
-    world.scheduler._preempt_last()
+    preempt_last(world.scheduler)
     world.land()
 
     assert world.reason(victim) is STOP
@@ -68,7 +69,7 @@ def test_it_comes_back_to_its_old_place():
     victim = world.submit(6, 20)
     later = world.submit(6, 20)
     world.step()
-    world.scheduler._preempt_last()
+    preempt_last(world.scheduler)
 
     assert [sequence.id for sequence in world.scheduler.waiting] == [victim, later]
     world.run(depth=2)

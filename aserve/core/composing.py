@@ -1,0 +1,183 @@
+"""A step is composed: decode rows first, then chunks of prompts, and newcomers for both."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aserve.core.actions import Action
+from aserve.core.entry import admit
+from aserve.core.ids import StepNumber
+from aserve.core.inflight import InflightStep
+from aserve.core.leaving import preempt, preempt_last
+from aserve.core.plan import BatchPlan, Chunk, Join
+from aserve.core.sequence import Sequence
+from aserve.core.state import State, slot_of
+from aserve.core.transitions import SequenceMove, SequenceState
+
+_EMPTY = np.empty(0, np.int32)
+_NO_WRITES = np.empty((0, 3), np.int32)
+
+
+def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None:
+    """The next step's plan, which is in flight from here on; None if there is nothing to compute. Admits newcomers."""
+    step = StepNumber(state.newest_step + 1)
+    if state.options.force_preempt_every and step % state.options.force_preempt_every == 0:
+        preempt_last(state)
+    table_writes: list[tuple[int, int, int]] = []
+    slots, num_sat_out = _pick_rows(state, table_writes)
+    budget = state.options.max_num_batched_tokens - len(slots)
+    # While a running row waits for a block, a newcomer must not take it.
+    if not num_sat_out:
+        admit(state, budget, now, actions)
+    picked = _pick_chunks(state, budget)
+    if not len(slots) and not picked:
+        return None
+
+    rows, positions = _take_rows(state, slots, step)
+    joins: list[Join] = []
+    chunks = [_take_chunk(state, sequence, count, step, joins, table_writes) for sequence, count in picked]
+    chunk_sequences = [sequence for sequence, _ in picked]
+    rows += [sequence for sequence, chunk in zip(chunk_sequences, chunks, strict=True) if chunk.last]
+    last_slots = [chunk.slot for chunk in chunks if chunk.last]
+    decode_rows = np.empty((len(slots), 2), np.int32)
+    decode_rows[:, 0], decode_rows[:, 1] = slots, positions
+    row_slots = np.concatenate((decode_rows[:, 0], np.array(last_slots, np.int32)))
+    on_host = state.options.sampler == "host"
+    plan = BatchPlan(
+        step=step,
+        leaves=np.array(state.leaves, np.int32),
+        joins=tuple(joins),
+        table_writes=np.array(table_writes, np.int32).reshape(-1, 3),
+        token_writes=np.column_stack((decode_rows, state.slots.last_token[slots])) if on_host else _NO_WRITES,
+        rows=decode_rows,
+        chunks=tuple(chunks),
+        deferred=np.full(len(rows), on_host, np.bool_),
+        logprobs_k=int(state.slots.logprobs_k[row_slots].max(initial=-1)) if state.slots.num_with_logprobs else -1,
+    )
+    state.leaves.clear()
+    state.newest_step = step
+    record = InflightStep(
+        plan=plan,
+        row_slots=row_slots,
+        row_epochs=state.slots.epoch[row_slots],
+        rows=rows,
+        chunks=chunk_sequences,
+    )
+    if state.options.check_invariants_every:
+        blocks = np.array(sorted({block for s in record.sequences() for block in s.blocks}), np.int64)
+        record.reads = (blocks, state.ledger.generation[blocks])
+    state.inflight.push(record)
+    state.counters.num_steps += 1
+    state.counters.num_rows += len(rows)
+    state.counters.num_prefill_tokens += plan.num_tokens - len(slots)
+    return plan
+
+
+def _pick_rows(state: State, table_writes: list[tuple[int, int, int]]) -> tuple[NDArray[np.intp], int]:
+    """Slots with a decode row in this step and a block for it, and how many sat out for want of one."""
+    book = state.slots
+    slots = state.ready.decode_slots()
+    starved = slots[book.position[slots] >= book.capacity[slots]]
+    if not len(starved):
+        return slots, 0
+    num_sat_out = _grow(state, starved, table_writes)
+    # Growing may have preempted some of the slots picked before.
+    return slots[book.decoding[slots] & (book.position[slots] < book.capacity[slots])], num_sat_out
+
+
+def _grow(state: State, starved: NDArray[np.intp], table_writes: list[tuple[int, int, int]]) -> int:
+    """One more block for each starved slot, in policy order. Returns how many got none."""
+    num_sat_out = 0
+    owners = [owner for slot in starved.tolist() if (owner := state.slots.owner[slot]) is not None]
+    for sequence in sorted(owners, key=lambda sequence: sequence.order):
+        if sequence.state is not SequenceState.DECODING:
+            continue  # preempted for one ahead of it
+        blocks = state.ledger.allocate(1)
+        # Blocks that come anyway are waited for; only what they do not cover is taken from somebody behind.
+        while blocks is None and _num_coming(state) <= num_sat_out:
+            victim = state.ready.last_behind(sequence.order)
+            if victim is None:
+                break
+            preempt(state, victim)
+            blocks = state.ledger.allocate(1)
+        if blocks is None:
+            num_sat_out += 1
+            continue
+        table_writes.append((slot_of(sequence), len(sequence.blocks), blocks[0]))
+        sequence.blocks += blocks
+        state.slots.capacity[sequence.slot] += state.options.block_size
+    return num_sat_out
+
+
+def _num_coming(state: State) -> int:
+    """Blocks that landings will bring: fenced ones, and those that only a marked victim still holds."""
+    held = sum(state.ledger.references(block) <= 1 for victim in state.marked for block in victim.blocks)
+    return state.ledger.num_coming + held
+
+
+def _pick_chunks(state: State, budget: int) -> list[tuple[Sequence, int]]:
+    """Prompt tokens for this step: (sequence, count), never more than ``budget`` in all."""
+    picked: list[tuple[Sequence, int]] = []
+    for sequence in state.ready.prefill_order():
+        if budget <= 0:
+            sequence.num_passed_over += 1
+            continue
+        count = min(state.ready.num_prefill_left(sequence), budget)
+        sequence.num_passed_over = 0
+        picked.append((sequence, count))
+        budget -= count
+    return picked
+
+
+def _take_rows(state: State, slots: NDArray[np.intp], step: StepNumber) -> tuple[list[Sequence], NDArray[np.int32]]:
+    book = state.slots
+    positions = book.position[slots]
+    book.position[slots] += 1
+    book.num_unlanded[slots] += 1
+    book.last_step[slots] = step
+    return [owner for slot in slots.tolist() if (owner := book.owner[slot]) is not None], positions
+
+
+def _take_chunk(
+    state: State,
+    sequence: Sequence,
+    count: int,
+    step: StepNumber,
+    joins: list[Join],
+    table_writes: list[tuple[int, int, int]],
+) -> Chunk:
+    book, slot, params = state.slots, slot_of(sequence), sequence.spec.params
+    start = int(book.position[slot])
+    end = start + count
+    if sequence.join_due:
+        sequence.join_due = False
+        joins.append(
+            Join(
+                slot=slot,
+                epoch=book.epoch_of(slot),
+                position=start,
+                params=params,
+                seed=sequence.spec.seed,
+                stop_ids=params.stop_token_ids,
+                min_length=int(book.min_length[slot]),
+                max_length=sequence.max_length,
+                num_prompt_tokens=sequence.num_prompt,
+                history=sequence.tokens(0, len(sequence)) if params.needs_history else _EMPTY,
+            )
+        )
+        table_writes += [(slot, index, block) for index, block in enumerate(sequence.blocks)]
+    last = end == sequence.goal
+    wants_logprobs = params.prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
+    book.position[slot] = end
+    book.last_step[slot] = step
+    if last:
+        sequence.move(SequenceMove.PREFILL_LAUNCHED, state.story)
+        book.decoding[slot] = True
+        book.num_unlanded[slot] = 1
+    return Chunk(
+        slot=slot,
+        start=start,
+        tokens=sequence.tokens(start, end),
+        last=last,
+        prompt_logprobs_k=params.prompt_logprobs if wants_logprobs else None,
+        next_token=-1 if last else int(sequence.tokens(end, end + 1)[0]),
+    )
