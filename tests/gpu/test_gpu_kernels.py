@@ -186,7 +186,7 @@ def test_a_captured_step_follows_the_slot_table() -> None:
         ring.zero_()
         for index in range(7):
             if index == 5:
-                table.join((sequence(0, position=3),))  # the slot's next owner
+                change_slots(table, joins=(sequence(0, position=3),))  # the slot's next owner
                 table.block_tables_SB[0, :1] = 7
             if replayed:
                 graph.replay()
