@@ -7,6 +7,7 @@ kept in the user's cache folder, by a digest of this package's source, since num
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -60,7 +61,8 @@ def _compiled(function: Callable[..., Any], **options: bool) -> Any:
     numba.config.CACHE_DIR = others or _CACHE_FOLDER
     try:
         dispatcher = make(function)
-        dispatcher.enable_caching()
+        with suppress(RuntimeError):  # nowhere to write: each start compiles
+            dispatcher.enable_caching()
     finally:
         numba.config.CACHE_DIR = others
     return dispatcher
