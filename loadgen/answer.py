@@ -72,6 +72,11 @@ class AnswerReader:
         self._finish_reason: str | None = None
 
     @property
+    def has_finished(self) -> bool:
+        """Whether a finish reason came: such a stream is whole even where its server sends no [DONE]."""
+        return self._finish_reason is not None
+
+    @property
     def num_events(self) -> int:
         """Content events so far."""
         return len(self._event_ns)

@@ -250,6 +250,8 @@ class HttpExchange(Exchange):
         if status == 200:
             if self._end_s is None and not self.ticket.is_streamed:
                 self._read_whole(now_s)
+            elif self._end_s is None and self._reader.has_finished and not self._http.ends_with_connection:
+                self._end_s = now_s
             if self._end_s is None:
                 self.fail(ErrorKind.CUT, "the body ended without its last event", now_s)
             self.is_over = True

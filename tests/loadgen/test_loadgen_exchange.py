@@ -138,6 +138,18 @@ def exchange(*reads, eof_s=None):
     return made
 
 
+FINISH = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+
+
+def test_a_finished_stream_without_done_is_whole():
+    """Some servers end the body after the finish reason; without one, or with the connection, an end is a cut."""
+    whole = exchange((1, HEAD + chunk(content() + FINISH)), (2, END)).sample()
+    unbounded = exchange((1, UNBOUNDED + content() + FINISH), eof_s=2).sample()
+
+    assert (whole.error_name, whole.end_s, whole.answer.finish_reason) == ("", pytest.approx(14.0), "stop")
+    assert unbounded.error_name == "cut"
+
+
 REFUSAL = b'HTTP/1.1 429 Busy\r\nContent-Length: 33\r\n\r\n{"error":{"message":"too busy!"}}'
 BARE = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\n\r\noops"
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
