@@ -6,6 +6,7 @@ sample, V vocabulary.
 
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from aserve.errors import ModelError
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.config import ModelConfig
 from aserve.model.cpu_decoder import CpuDecoder
+from aserve.model.cpu_kernels.compiler import HAS_COMPILED_BEFORE
 from aserve.model.host_sampler import HostSampler
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.loader import load_model
@@ -354,6 +356,8 @@ def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: 
     num_threads = options.threads or threads.default_num_threads(threads.usable_cores())
     device = DeviceThread("aserve-device", setup=lambda: torch.set_num_threads(num_threads))
     try:
+        if not HAS_COMPILED_BEFORE:
+            sys.stderr.write("aserve: compiling kernels for this CPU, which only the first start does\n")
         runner = device.call(lambda: _load(options, scheduler, folder, device, num_threads))
         if not options.reference:  # which has one shape only, and is not in a hurry
             runner.warm_up(scheduler.max_num_batched_tokens)

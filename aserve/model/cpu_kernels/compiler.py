@@ -44,6 +44,9 @@ def _cache_folder() -> str:
 
 _CACHE_FOLDER: Final = _cache_folder()
 
+HAS_COMPILED_BEFORE: Final = Path(_CACHE_FOLDER).exists()
+"""Whether an earlier process of this user kept kernels of this source."""
+
 
 def kernel(function: Callable[..., Any]) -> Any:
     """One thread's work; others may run Python beside it."""
