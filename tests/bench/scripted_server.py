@@ -46,8 +46,9 @@ STAGES = {
     "aserve/text/": "text",
     "aserve/obs/": "metrics and log",
     "aserve/server/sse.py": "framing",
-    "aserve/server/": "socket",
-    "aiohttp": "socket",
+    "aserve/server/stream_sse.py": "socket",
+    "aserve/server/": "requests",
+    "aiohttp": "requests",
     "asyncio": "event loop",
 }
 
