@@ -39,12 +39,16 @@ time.sleep(3600)
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """command: with PORT and STREAMS to be filled in. per_point: started anew for each number of streams."""
+    """command: with PORT and STREAMS to be filled in. per_point: started anew for each number of streams.
+
+    takes_ignore_eos: transformers refuses a request with that field, so its answers end where the model ends them.
+    """
 
     name: str
     command: list[str]
     model: str
     per_point: bool = False
+    takes_ignore_eos: bool = True
 
 
 def free_port() -> int:
@@ -85,15 +89,17 @@ def running(contender: Contender, streams: int) -> Iterator[str]:
             process.wait()
 
 
-def measure(url: str, model: str, streams: int, num_tokens: int, prompts: Path, rounds: int) -> dict[str, float]:
+def measure(
+    url: str, contender: Contender, streams: int, num_tokens: int, prompts: Path, rounds: int
+) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         subprocess.run(
             [
-                sys.executable, "-m", "loadgen", "run", "--base-url", url, "--model", model,
+                sys.executable, "-m", "loadgen", "run", "--base-url", url, "--model", contender.model,
                 "--concurrency", str(streams),
                 "--num-requests", str(max(streams * rounds, 3)), "--warmup-requests", "1", "--prompts", str(prompts),
-                "--max-tokens", str(num_tokens), "--ignore-eos", "--seed", str(streams), "--json", str(result),
+                "--max-tokens", str(num_tokens), *(["--ignore-eos"] if contender.takes_ignore_eos else []), "--seed", str(streams), "--json", str(result),
                 "--allow-errors",
             ],
             check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
@@ -134,7 +140,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
             binary, "serve", str(source.folder), "--continuous-batching", "--device", "cpu", "--dtype", "bfloat16",
             "--cb-num-blocks", "256", "--port", "PORT",
         ]  # fmt: skip
-        found.append(Contender("transformers serve", command, str(source.folder)))
+        found.append(Contender("transformers serve", command, str(source.folder), takes_ignore_eos=False))
     return found
 
 
@@ -158,9 +164,7 @@ def main() -> int:
         for group in groups:
             with running(contender, max(group)) as url:
                 for streams in group:
-                    point = measure(
-                        url, contender.model, streams, arguments.tokens, arguments.prompts, arguments.rounds
-                    )
+                    point = measure(url, contender, streams, arguments.tokens, arguments.prompts, arguments.rounds)
                     cells.append("{tokens_per_s:.0f} ({ttft_p50_ms:.0f}, {itl_p99_ms:.0f})".format(**point))
         sys.stdout.write(f"| {contender.name} | " + " | ".join(cells) + " |\n")
         sys.stdout.flush()
