@@ -18,9 +18,7 @@ class LogOptions:
     )
     file: str = _option("", "Append to this file, which may be rotated at any time; empty is standard error.")
     ring_size: int = _option(8192, "Records that wait to be written; the oldest are dropped and counted.")
-    flush_interval_ms: int = _option(
-        100, "How often waiting records are written; a quarter as often while there are none."
-    )
+    flush_interval_ms: int = _option(100, "How often waiting records are written.")
     close_timeout_s: float = _option(2.0, "How long the end of the program waits for the last records to be written.")
 
 
