@@ -25,10 +25,10 @@ class DeviceThread:
         self._thread.start()
 
     def _work(self, setup: Callable[[], None] | None) -> None:
-        threads.lower_priority()
-        if setup is not None:
-            setup()
         try:
+            threads.lower_priority()
+            if setup is not None:
+                setup()
             while (job := self._jobs.get()) is not None:
                 job()
                 del job  # or the last step's tensors stay until the next one comes
@@ -74,8 +74,12 @@ class DeviceThread:
         self._thread.join()
 
     async def aclose(self) -> None:
-        """``close`` without blocking the loop. If cancelled, the thread still ends."""
+        """``close`` without blocking the loop, then ``close_bells``. If cancelled, the thread still ends."""
         await asyncio.get_running_loop().run_in_executor(None, self.close)
+        self.close_bells()
+
+    def close_bells(self) -> None:
+        """Once nobody lands anything any more. Idempotent."""
         for bell in (*self._old_bells, *([self._bell] if self._bell else [])):
             bell.close()
         self._bell, self._old_bells = None, []

@@ -382,7 +382,7 @@ class CudaRunner:
         index = plan.step % len(self._ring_NS)
         numbers, flags, tokens = unpack_words(self._ring_NS[index, sampling])
         if not (numbers == plan.step & _STEP_MASK).all():
-            raise RuntimeError(f"step {plan.step} has ended without its result words")
+            raise DeviceLost(f"The device ended step {plan.step} without its result words.")
         logprobs = self._logprobs.read(index, sampling, plan.logprobs_k) if plan.logprobs_k >= 0 else None
         prompts = tuple(
             (chunk, self._prompt_logprobs.read(index, slice(first, first + num_rows), k))

@@ -36,34 +36,37 @@ def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder:
     faults.hit("runner.load")
     config = ModelConfig.from_folder(folder)
     _check(options, scheduler, config)
+    try:
+        return _load(options, scheduler, folder, config)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ModelError(
+            "Too little device memory for weights, a step's tensors and its graphs: lower "
+            "scheduler.max_num_batched_tokens, scheduler.max_num_seqs or model.gpu_memory_utilization, or take a "
+            "smaller model."
+        ) from error
+
+
+def _load(options: ModelOptions, scheduler: SchedulerOptions, folder: Path, config: ModelConfig) -> CudaRunner:
     device = CudaDevice()
     clock = _Stopwatch()
     budget_bytes = int(device.free_bytes() * options.gpu_memory_utilization)
     free_before = device.free_bytes()
     dtype = _dtype(options)
     with torch.inference_mode(), device.scope():
-        try:
-            read = open_weights(
-                folder, config, dtype=dtype, device=device.device, is_dummy=options.load_format == "dummy"
-            )
-            decoder = CudaDecoder(config, read, dtype=dtype, reference=options.reference)
-            trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
-            steps = CudaSteps(
-                decoder,
-                device,
-                StepLimits(
-                    max_num_seqs=scheduler.max_num_seqs,
-                    max_num_tokens=scheduler.max_num_batched_tokens,
-                    max_model_len=min(scheduler.max_model_len or trained_len, trained_len),
-                    block_size=scheduler.block_size,
-                    ring_steps=2 * scheduler.max_inflight,
-                ),
-            )
-        except torch.cuda.OutOfMemoryError as error:
-            raise ModelError(
-                "Too little device memory for the weights and the tensors of a step: lower "
-                "scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or take a smaller model."
-            ) from error
+        read = open_weights(folder, config, dtype=dtype, device=device.device, is_dummy=options.load_format == "dummy")
+        decoder = CudaDecoder(config, read, dtype=dtype, reference=options.reference)
+        trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
+        steps = CudaSteps(
+            decoder,
+            device,
+            StepLimits(
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_tokens=scheduler.max_num_batched_tokens,
+                max_model_len=min(scheduler.max_model_len or trained_len, trained_len),
+                block_size=scheduler.block_size,
+                ring_steps=2 * scheduler.max_inflight,
+            ),
+        )
         clock.lap("weights")
         trial = KVTensors.allocate(
             decoder.kv_shape, num_blocks=1, block_size=scheduler.block_size, device=device.device
@@ -124,7 +127,7 @@ def _check(options: ModelOptions, scheduler: SchedulerOptions, config: ModelConf
         )
     if options.reference and options.dtype not in ("auto", "float32"):
         raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
-    if options.quantization != "none":
+    if options.quantization == "int8":
         raise ModelError("model.quantization is for CPUs: leave it at none, or set model.device to cpu.")
     if scheduler.max_num_seqs > MAX_NUM_SEQS:
         raise ModelError(f"scheduler.max_num_seqs is {scheduler.max_num_seqs}; a GPU runs at most {MAX_NUM_SEQS}.")

@@ -95,7 +95,10 @@ class Checkpoint:
         self._open_files: dict[str, Any] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._file(name).get_slice(name).get_shape()) for name in self._file_of}
+        try:
+            return {name: tuple(self._file(name).get_slice(name).get_shape()) for name in self._file_of}
+        except SafetensorError as error:  # a tensor that is not in the file which the index names
+            raise ModelError(f"{self._folder} has weights that its index does not fit: {_first_line(error)}") from error
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._file(name).get_tensor(name)
@@ -116,6 +119,8 @@ class PickledCheckpoint:
             self._tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # whatever unpickling a foreign file may raise
             raise ModelError(f"{path} cannot be read as weights: {_first_line(error)}") from error
+        if not isinstance(self._tensors, dict) or not all(isinstance(x, Tensor) for x in self._tensors.values()):
+            raise ModelError(f"{path} is not a table of tensors by name.")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -151,9 +156,10 @@ def open_checkpoint(folder: Path) -> Checkpoint | PickledCheckpoint:
     if index.exists():
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            files = sorted(set(map(str, weight_map.values())))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} cannot be read as an index of weights.") from error
-        absent = sorted({file for file in weight_map.values() if not (folder / file).exists()})
+        absent = [file for file in files if not (folder / file).exists()]
         if absent:
             raise ModelError(f"{folder} lacks weight files that its index names: {_listed(absent)}.")
         return Checkpoint(folder, weight_map)

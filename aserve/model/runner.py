@@ -4,12 +4,13 @@ Shape suffixes: T tokens of a step, S sequences in it (decode rows, then chunks)
 sample, V vocabulary.
 """
 
+import asyncio
 import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -122,6 +123,9 @@ class CpuRunner:
         length = min(max_num_batched_tokens, self._info.max_model_len - 1)
         chunk = Chunk(slot=Slot(0), start=0, tokens=np.zeros(length, np.int32), last=True)
         self._device.call(lambda: self._warm(BatchPlan(step=NO_STEP, chunks=(chunk,))))
+        if num_slots > 1:
+            row, short = np.array([[1, 0]], np.int32), replace(chunk, tokens=chunk.tokens[:1])
+            self._device.call(lambda: self._warm(BatchPlan(step=NO_STEP, rows=row, chunks=(short,))))
 
     def _warm(self, plan: BatchPlan) -> None:
         step = self._lay_out(plan)
@@ -140,9 +144,10 @@ class CpuRunner:
     async def aclose(self) -> None:
         """Run what is queued, then end the threads. Flights still out land before. Idempotent."""
         faults.hit("runner.close")
-        await self._device.aclose()
-        if self._host_sampler is not None:
+        await asyncio.get_running_loop().run_in_executor(None, self._device.close)
+        if self._host_sampler is not None:  # which has what the device left for it
             await self._host_sampler.aclose()
+        self._device.close_bells()
 
     # --- in the device thread
 
@@ -153,14 +158,17 @@ class CpuRunner:
             # First, and whatever becomes of the step: the host sends each difference once.
             self._table.apply(plan)
             finish = self._step(plan, flight)
-            self._counters.times[kind_of(plan)].add(time.perf_counter() - started_s)
+            if plan.num_tokens:
+                self._counters.times[kind_of(plan)].add(time.perf_counter() - started_s)
             finish()
         except BaseException as error:
             # The host fails these sequences when the step lands. Their rows in steps that are out already must not
             # run on with a token that was never made.
-            slots, _ = _sequences(plan)
-            self._table.retire(torch.from_numpy(slots[slots < self._info.max_num_seqs]))
-            self._fail(flight, error)
+            try:
+                slots, _ = _sequences(plan)
+                self._table.retire(torch.from_numpy(slots[slots < self._info.max_num_seqs]))
+            finally:
+                self._fail(flight, error)
 
     def _step(self, plan: BatchPlan, flight: StepFlight) -> Callable[[], None]:
         """Compute and sample. Returns what is left: landing the flight, or handing deferred rows to the host."""
@@ -356,8 +364,6 @@ def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: 
     num_threads = options.threads or threads.default_num_threads(threads.usable_cores())
     device = DeviceThread("aserve-device", setup=lambda: torch.set_num_threads(num_threads))
     try:
-        if not HAS_COMPILED_BEFORE:
-            sys.stderr.write("aserve: compiling kernels for this CPU, which only the first start does\n")
         runner = device.call(lambda: _load(options, scheduler, folder, device, num_threads))
         if not options.reference:  # which has one shape only, and is not in a hurry
             runner.warm_up(scheduler.max_num_batched_tokens)
@@ -380,6 +386,8 @@ def _load(
         reference=options.reference,
         quantization=options.quantization,
     )
+    if isinstance(model, CpuDecoder) and not HAS_COMPILED_BEFORE:
+        sys.stderr.write("aserve: compiling kernels for this CPU, which only the first start does\n")
     config, kv_shape = model.config, model.kv_shape
     trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
     size = memory.size_pool(

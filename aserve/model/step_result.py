@@ -18,8 +18,8 @@ Kind = Literal["decode", "prefill", "mixed"]
 
 
 @dataclass(slots=True)
-class StepTimes:
-    """Written by the device thread, read by anybody."""
+class KindTimes:
+    """Of one kind of step. Written by one thread, read by anybody."""
 
     num_steps: int = 0
     seconds: float = 0.0
@@ -33,10 +33,10 @@ class StepTimes:
 
 @dataclass(slots=True)
 class StepCounters:
-    """Written by the device thread, read by anybody."""
+    """Written by the device thread, on a GPU by the loop; read by anybody."""
 
-    times: dict[Kind, StepTimes] = field(
-        default_factory=lambda: {"decode": StepTimes(), "prefill": StepTimes(), "mixed": StepTimes()}
+    times: dict[Kind, KindTimes] = field(
+        default_factory=lambda: {"decode": KindTimes(), "prefill": KindTimes(), "mixed": KindTimes()}
     )
     num_failed: int = 0
     num_tokens_computed: int = 0

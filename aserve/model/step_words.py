@@ -110,6 +110,10 @@ class Extra:
     count: int
     num_prompt_tokens: int = 0
 
+    @property
+    def num_words(self) -> int:
+        return aligned(self.values.size) + differences.EXTRA_WORDS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
@@ -153,7 +157,7 @@ class Differences:
     def num_words(self) -> int:
         """At most so many, alignment included."""
         arrays = (self.leaves, self.join_slots, self.join_records, self.table_writes, self.token_writes)
-        extras = sum(aligned(extra.values.size) + differences.EXTRA_WORDS for extra in self.extras)
+        extras = sum(extra.num_words for extra in self.extras)
         return sum(array.size for array in arrays) + extras + (len(arrays) + 1) * _ALIGNMENT
 
     def write(self, words: Words, start: int) -> int:
@@ -192,8 +196,16 @@ class Differences:
         for first in range(0, len(self.table_writes), size):
             yield _part(table_writes=self.table_writes[first : first + size])
         yield _part(token_writes=self.token_writes)
+        together: list[Extra] = []
+        left = room - 6 * _ALIGNMENT
         for extra in self.extras:
-            yield _part(extras=(extra,))
+            if together and extra.num_words > left:
+                yield _part(extras=tuple(together))
+                together, left = [], room - 6 * _ALIGNMENT
+            together.append(extra)
+            left -= extra.num_words
+        if together:
+            yield _part(extras=tuple(together))
 
 
 def room_needed(*, max_num_seqs: int, max_model_len: int, vocab_size: int, max_additions: int) -> int:
@@ -205,7 +217,9 @@ def room_needed(*, max_num_seqs: int, max_model_len: int, vocab_size: int, max_a
     return max(_USUAL_ROOM, joins, token_writes, extra) + 16 * _ALIGNMENT
 
 
-_USUAL_ROOM: Final = 1 << 14
+_USUAL_ROOM: Final = 1 << 16
+"""Histories of 30 prompts of 2,000 tokens, which penalties need: what joins at once should fit the arrays in turn."""
+
 _NOTHING: Final = np.empty(0, np.int32)
 
 

@@ -126,3 +126,22 @@ def test_dummy_weights_are_the_same_in_each_run_and_finite(folder: Path) -> None
 
     assert first.isfinite().all()
     assert torch.equal(first, second)
+
+
+def test_an_index_that_its_files_do_not_fit_is_a_sentence(folder: Path) -> None:
+    """Neither a name that the file lacks nor an index of another shape is a traceback."""
+    index = folder / "model.safetensors.index.json"
+    for weight_map in ({"nowhere": "model.safetensors"}, ["model.safetensors"]):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+
+        with pytest.raises(ModelError, match="index"):
+            load_model(folder, dtype=torch.float32)
+
+
+def test_a_pickled_file_of_other_things_is_a_sentence(folder: Path) -> None:
+    """A training checkpoint, whose weights lie a level deeper."""
+    (folder / "model.safetensors").unlink()
+    torch.save({"state_dict": {"a": torch.zeros(1)}}, folder / "pytorch_model.bin")
+
+    with pytest.raises(ModelError, match="not a table of tensors"):
+        load_model(folder, dtype=torch.float32)

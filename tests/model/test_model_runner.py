@@ -422,7 +422,7 @@ async def test_positions_that_differ_from_the_plans_fail_the_step(host: Host) ->
 async def test_warming_up_changes_nothing(host: Host) -> None:
     """It runs before anybody has joined, on the trash block."""
     await asyncio.to_thread(host.runner.warm_up, 16)
-    assert host.model.num_forwards == 3
+    assert host.model.num_forwards == 4
     assert await host.generate(0, PROMPT, 3) == expected_tokens(PROMPT, 3)
 
 

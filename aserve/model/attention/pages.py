@@ -68,9 +68,11 @@ class _PageStep:
         if num_rows:
             shape = self._kv.shape
             attend = make_attend(q_TAD.shape[1] // shape.num_kv_heads, shape.head_dim, self._kv.block_size)
+            # Copied where it is a part of wider rows: kernels are compiled anew for each kind of stride that they meet.
+            q_SAD = q_TAD[:num_rows].contiguous()
             attend(
-                array_of(q_TAD[:num_rows]), self._pages, self._table_SB, self._context_S, layer, window or 0,
-                np.float32(scale), self._num_threads, array_of(out_TAD[:num_rows]),
+                array_of(q_SAD), self._pages, self._table_SB, self._context_S, layer, window or 0, np.float32(scale),
+                self._num_threads, array_of(out_TAD[:num_rows]),
             )  # fmt: skip
         self._chunks.attend(q_TAD, out_TAD, layer, scale=scale, window=window)
         return out_TAD

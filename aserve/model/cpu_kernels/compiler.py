@@ -6,6 +6,7 @@ kept in the user's cache folder, by a digest of this package's source, since num
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -38,7 +39,10 @@ _UINT16, _ONE, _HALF_LESS = np.uint32(16), np.uint32(1), np.uint32(0x7FFF)
 
 def _cache_folder() -> str:
     source = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    except RuntimeError:  # a user without a home
+        home = tempfile.gettempdir()
     return str(Path(home, "aserve", "kernels", sha256(source).hexdigest()[:12]))
 
 

@@ -79,6 +79,13 @@ def test_parts_fit_their_room_and_lose_nothing(room: int) -> None:
     assert sum(len(part.extras) for part in parts) == 4 * 3
 
 
+def test_extras_share_parts() -> None:
+    """Many small ones are a few launches: each takes one of the arrays that plans are written into in turn."""
+    parts = list(Differences.of(large_plan(), VOCAB, 8).parts(300))
+
+    assert sum(len(part.extras) > 0 for part in parts) == 1
+
+
 def test_the_header_names_what_is_there() -> None:
     """Counts and places; nothing of an earlier plan is left."""
     words = np.full(HEADER_WORDS + 1000, 55, np.int32)
