@@ -1,5 +1,6 @@
 """The chat in the terminal: commands, history, Ctrl-C, pipes, and both kinds of models behind it."""
 
+import contextlib
 import io
 import os
 import pty
@@ -369,9 +370,20 @@ class Screen:
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
 
-    def wait_for(self, text: str) -> None:
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C, and again where nothing comes of it, as a user does.
+
+        A signal that arrives just before the program blocks in a system call is not seen until that call returns.
+        """
+        for _ in range(5):
+            self.type("\x03")
+            with contextlib.suppress(AssertionError):
+                return self.wait_for(text, timeout_s=3)
+        raise AssertionError(f"{text!r} does not come of Ctrl-C")
+
+    def wait_for(self, text: str, timeout_s: float = 30) -> None:
         """Read until ``text`` has appeared, and forget what stands before its end."""
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + timeout_s
         while text not in self._unread:
             ready, _, _ = select.select([self._descriptor], [], [], max(0.0, end_s - time.monotonic()))
             assert ready, f"{text!r} is not in {self._unread!r}"
