@@ -7,6 +7,7 @@ from a ``Model``, which is one of two (``chat_models.py``).
 import contextlib
 import os
 import select
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -113,6 +114,8 @@ def run(args: Namespace) -> int:
     with _open_model(args) as model:
         if is_piped:
             return answer_once(model, conversation, sampling, prompt, sys.stdout)
+        # A shell has what it starts in the background ignore Ctrl-C; whoever talks here has a terminal and means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with line_editing(keeps_history=not args.no_history) as read_line:
             Terminal(model, conversation, sampling, read_line=read_line, out=sys.stdout).run()
     return 0

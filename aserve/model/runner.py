@@ -386,7 +386,7 @@ def _load(
         reference=options.reference,
         quantization=options.quantization,
     )
-    if isinstance(model, CpuDecoder) and not HAS_COMPILED_BEFORE:
+    if isinstance(model, CpuDecoder) and not HAS_COMPILED_BEFORE and sys.stderr.isatty():
         sys.stderr.write("aserve: compiling kernels for this CPU, which only the first start does\n")
     config, kv_shape = model.config, model.kv_shape
     trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
