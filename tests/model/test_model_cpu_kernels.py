@@ -1,5 +1,7 @@
 """The CPU's own kernels against the definitions that the GPU's are held to, and their decoder against the plain one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -198,3 +200,16 @@ def test_the_fused_decoder_is_as_exact_as_the_plain_one(
             for driver in (fused, lean, plain)
         )
         assert max(fused_error, lean_error) < 1.5 * plain_error
+
+
+def test_kernels_leave_torchs_threads_as_they_are() -> None:
+    """In a process of its own, since numba makes its threads once: one thread stays one."""
+    program = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from aserve.model.attention.pages import use_threads\n"
+        "print(use_threads(), torch.get_num_threads(), use_threads(), torch.get_num_threads())"
+    )
+
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+
+    assert result.stdout.split() == ["1"] * 4

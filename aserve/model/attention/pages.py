@@ -36,6 +36,9 @@ def use_threads() -> int:
     """Let kernels of the calling thread use as many threads as torch's operators do; returns their number."""
     num_threads: int = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
+    if torch.get_num_threads() != num_threads:
+        # numba's threads, when they are first made, set the OpenMP run time that both share to all of the cores.
+        torch.set_num_threads(num_threads)
     return num_threads
 
 
