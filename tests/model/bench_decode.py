@@ -1,4 +1,4 @@
-"""What a step costs by rows and precision, by SmolLM2-135M's shape and dummy weights: the README's table.
+"""What a step costs by rows and precision, by SmolLM2-135M's shape and dummy weights.
 
     python tests/model/bench_decode.py --threads 2
 
