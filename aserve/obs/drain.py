@@ -104,9 +104,10 @@ class LogStatistics:
 
 
 class LogDrain:
-    """Takes from ``ring`` and writes to ``sink`` every ``flush_interval_s``, from ``start`` until ``close``.
+    """Takes from ``ring`` and writes to ``sink``, from ``start`` until ``close``.
 
-    A timer, not a wake-up by ``push``: setting an event takes a lock that the drain may hold while it waits for a core.
+    Every ``flush_interval_s`` while there is something to write; an interval without a record ends in a sleep that the
+    next push ends. So a burst costs its first push a wake-up, and an idle server costs nothing.
     What cannot be written (disk full, read-only, torn pipe) is dropped and counted, said once through ``complain``, and
     tried again with the next batch; the first line afterwards is ``log.dropped`` with their number.
     """
@@ -146,6 +147,7 @@ class LogDrain:
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what waits and end the thread, within ``timeout_s``; what is left counts as dropped. Idempotent."""
         self._stopping.set()
+        self._ring.wake()
         with self._closing:
             if self._closed:
                 return
@@ -168,8 +170,10 @@ class LogDrain:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._flush_interval_s):
-            if len(self._ring):  # an idle server's log should hardly be noticed
+            if len(self._ring):
                 self._flush()
+            else:
+                self._ring.wait()
         self._flush()
 
     def _flush(self) -> None:

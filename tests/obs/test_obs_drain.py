@@ -115,6 +115,30 @@ def test_writes_on_its_own() -> None:
     assert numbers(sink) == [0, 1]
 
 
+def test_sleeps_while_there_is_nothing_to_write() -> None:
+    """An interval without a record ends in a sleep, which the next push or ``close`` ends."""
+
+    class WatchedRing(Ring[Record]):
+        def wait(self) -> None:
+            waits.put(None)
+            super().wait()
+
+    waits: SimpleQueue[None] = SimpleQueue()
+    ring = WatchedRing(10)
+    sink = MemorySink()
+    drain = LogDrain(ring, sink, json_renderer(), flush_interval_s=0.001)
+    drain.start()
+    for number in range(2):
+        waits.get(timeout=20)
+        push(ring, 1, first=number)
+        sink.wait_for_write()
+    waits.get(timeout=20)
+    drain.close(timeout_s=20)
+
+    assert numbers(sink) == [0, 1]
+    assert sink.closed
+
+
 def test_ten_rings_worth() -> None:
     """An overrun writes the newest records, counts the others, and says at the gap how many they were."""
     ring: Ring[Record] = Ring(50)

@@ -3,6 +3,8 @@
 import sys
 import threading
 import time
+from collections import deque
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import given
@@ -68,6 +70,67 @@ def test_threads_lose_no_count() -> None:
 
     assert ring.pushed == 80_000
     assert ring.taken + ring.dropped + len(ring) == 80_000
+
+
+def test_no_wake_up_is_lost() -> None:
+    """Two threads that push one record at a time against one that sleeps in between: it always hears of the next."""
+    ring: Ring[int] = Ring(1024)
+    answers: SimpleQueue[int] = SimpleQueue()
+
+    def take_all(num: int) -> None:
+        while ring.taken < num:
+            ring.wait()
+            for number in ring.take(8):
+                answers.put(number)
+
+    def push(numbers: range) -> None:
+        for number in numbers:
+            ring.push(number)
+            answered.append(answers.get(timeout=20))
+
+    answered: list[int] = []
+    threads = [
+        threading.Thread(target=take_all, args=(4000,)),
+        threading.Thread(target=push, args=(range(2000),)),
+        threading.Thread(target=push, args=(range(2000, 4000),)),
+    ]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+
+    assert sorted(answered) == list(range(4000))
+
+
+def test_push_just_after_the_look_wakes() -> None:
+    """A record that comes once the sleeper has seen that there is none ends its sleep all the same."""
+    ring: Ring[int] = Ring(8)
+
+    class Items(deque[int]):
+        def __len__(self) -> int:
+            num_seen = super().__len__()
+            if not num_seen:
+                ring.push(7)
+            return num_seen
+
+    ring._items = Items()
+    ring.wait()
+
+    assert ring.take(1) == [7]
+
+
+def test_wake_ends_a_wait() -> None:
+    """A wake-up without a record, before or during a wait, ends that wait."""
+    ring: Ring[int] = Ring(8)
+    ring.wake()
+    ring.wait()
+
+    assert ring.take(8) == []
 
 
 def test_push_is_cheap() -> None:
