@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aserve import faults
-from aserve.core.ids import NO_STEP, Slot, StepNumber
+from aserve.core.ids import NO_STEP, TRASH_BLOCK, Slot, StepNumber
 from aserve.core.options import SchedulerOptions
 from aserve.core.plan import BatchPlan, BatchResult, Chunk, Logprobs
 from aserve.core.request import SamplingParams
@@ -166,7 +166,7 @@ class CpuRunner:
             # run on with a token that was never made.
             try:
                 slots, _ = _sequences(plan)
-                self._table.retire(torch.from_numpy(slots[slots < self._info.max_num_seqs]))
+                self._table.retire(slots[slots < self._info.max_num_seqs])
             finally:
                 self._fail(flight, error)
 
@@ -193,18 +193,15 @@ class CpuRunner:
         lengths = np.array([1] * num_rows + [len(chunk.tokens) for chunk in chunks], np.int64)
         query_starts = np.concatenate([[0], np.cumsum(lengths)])
 
-        slots_S, lengths_S = torch.from_numpy(slots), torch.from_numpy(lengths)
-        inert_S = table.done_S[slots_S]
-        starts_S = table.position_S[slots_S].masked_fill_(inert_S, 0)
-        context_lens_S = starts_S + lengths_S
-        context_lens = context_lens_S.tolist()
-        num_columns = math.ceil(max(context_lens, default=1) / block_size)
-        block_tables_SB = table.block_table_SB[slots_S, :num_columns].masked_fill_(inert_S[:, None], 0)
+        inert = table.done_S[slots]
+        starts = np.where(inert, 0, table.position_S[slots])
+        context_lens = starts + lengths
+        num_columns = math.ceil(int(context_lens.max(initial=1)) / block_size)
+        block_tables = np.where(inert[:, None], TRASH_BLOCK, table.block_table_SB[slots, :num_columns])
 
-        sequence_T = torch.repeat_interleave(lengths_S)
-        positions_T = starts_S[sequence_T] + torch.arange(len(sequence_T)) - torch.from_numpy(query_starts)[sequence_T]
-        blocks_T = block_tables_SB[sequence_T, positions_T // block_size].to(torch.int64)
-        chunk_tokens = [torch.from_numpy(chunk.tokens.astype(np.int64)) for chunk in chunks]
+        sequence = np.repeat(np.arange(len(slots)), lengths)
+        positions = np.arange(len(sequence)) + (starts - query_starts[:-1])[sequence]
+        blocks = block_tables[sequence, positions // block_size].astype(np.int64)
 
         sampling = np.array(
             [*range(num_rows), *(num_rows + i for i, chunk in enumerate(chunks) if chunk.last)], np.int64
@@ -218,12 +215,14 @@ class CpuRunner:
                 prompt_targets.append((index, chunk.prompt_logprobs_k, targets))
         return _Step(
             batch=ForwardBatch(
-                token_ids_T=torch.cat([table.last_token_S[slots_S[:num_rows]], *chunk_tokens]),
-                positions_T=positions_T,
-                slot_mapping_T=blocks_T * block_size + positions_T % block_size,
-                block_tables_SB=block_tables_SB,
-                context_lens_S=context_lens_S.to(torch.int32),
-                context_lens=context_lens,
+                token_ids_T=torch.from_numpy(
+                    np.concatenate([table.last_token_S[slots[:num_rows]], *(chunk.tokens for chunk in chunks)])
+                ),
+                positions_T=torch.from_numpy(positions),
+                slot_mapping_T=torch.from_numpy(blocks * block_size + positions % block_size),
+                block_tables_SB=torch.from_numpy(block_tables),
+                context_lens_S=torch.from_numpy(context_lens.astype(np.int32)),
+                context_lens=context_lens.tolist(),
                 query_starts=query_starts.tolist(),
                 num_decode_rows=num_rows,
                 logit_rows_R=torch.from_numpy(np.concatenate(logit_rows)),
@@ -270,10 +269,10 @@ class CpuRunner:
         )
 
     def _commit(self, slots: Ints, positions: Ints, rows: SamplingRows, sampled: SampledTokens) -> None:
-        valid_R = ~sampled.invalid_R
-        self._table.commit(slots, positions, sampled.tokens_R, rows.end.ended(sampled.tokens_R), valid_R)
-        if not bool(valid_R.all()):
-            self._table.retire(torch.from_numpy(slots)[sampled.invalid_R])
+        invalid_R = sampled.invalid_R
+        self._table.commit(slots, positions, sampled.tokens_R, rows.end.ended(sampled.tokens_R), ~invalid_R)
+        if invalid_R.any():
+            self._table.retire(slots[invalid_R])
 
     def _land(
         self,

@@ -72,7 +72,7 @@ class Penalties:
 class Draws:
     """Rows with a temperature > 0. positions_D: of the sampled tokens. top_k_D: 1..V. min_p_D: 0 is off."""
 
-    rows_D: Tensor
+    rows_D: NDArray[np.int64]
     seeds_D: NDArray[np.uint64]
     positions_D: NDArray[np.int64]
     temperature_D: Tensor
@@ -106,16 +106,17 @@ class Draws:
 class EndRule:
     """When a row's sampled token ends its sequence. length_R: total tokens with that token. done_R: inert before."""
 
-    stop_ids_RE: Tensor
-    min_length_R: Tensor
-    max_length_R: Tensor
-    length_R: Tensor
-    done_R: Tensor
+    stop_ids_RE: NDArray[np.int64]
+    min_length_R: NDArray[np.int64]
+    max_length_R: NDArray[np.int64]
+    length_R: NDArray[np.int64]
+    done_R: NDArray[np.bool_]
 
-    def ended(self, tokens_R: Tensor) -> Tensor:
+    def ended(self, tokens_R: NDArray[np.int64]) -> NDArray[np.bool_]:
         """bool [R]: a stop id at or after the least length, or the length limit reached. The host has the same rule."""
         is_stop_R = (self.stop_ids_RE == tokens_R[:, None]).any(1) & (self.length_R > self.min_length_R)
-        return is_stop_R | (self.length_R >= self.max_length_R)
+        ended_R: NDArray[np.bool_] = is_stop_R | (self.length_R >= self.max_length_R)
+        return ended_R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +139,8 @@ class SamplingRows:
 class SampledTokens:
     """tokens_R: int64. invalid_R: bool, rows whose logits were NaN, infinite or all -inf; their token means nothing."""
 
-    tokens_R: Tensor
-    invalid_R: Tensor
+    tokens_R: NDArray[np.int64]
+    invalid_R: NDArray[np.bool_]
     logprobs: Logprobs | None
 
 
@@ -159,16 +160,17 @@ class Sampler:
         """
         raw_RV = logits_RV.clone() if logprobs_k >= 0 and rows.changes_logits else logits_RV
         _change_logits(logits_RV, rows)
-        best_R, tokens_R = logits_RV.max(dim=-1)
-        # max() propagates NaN, and an infinite maximum means +inf somewhere or -inf everywhere.
-        invalid_R = ~best_R.isfinite() | (tokens_R >= self._vocab_size)
+        logits = logits_RV.numpy()
+        tokens_R = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)
+        # NaN is the largest of all to argmax(), and an infinite maximum means +inf somewhere or -inf everywhere.
+        invalid_R = ~np.isfinite(logits[np.arange(len(logits)), tokens_R]) | (tokens_R >= self._vocab_size)
         if rows.plain is not None:
             for block in rows.plain.blocks(self._block_rows):
-                tokens_R[block.rows_D] = self._gumbel_max(_scaled(logits_RV, block), block)
+                tokens_R[block.rows_D] = self._gumbel_max(_scaled(logits_RV, block), block).numpy()
         if rows.filtered is not None:
             for block in rows.filtered.blocks(self._block_rows):
-                tokens_R[block.rows_D] = self._filtered_gumbel_max(_scaled(logits_RV, block), block)
-        logprobs = compute_logprobs(raw_RV, tokens_R, logprobs_k) if logprobs_k >= 0 else None
+                tokens_R[block.rows_D] = self._filtered_gumbel_max(_scaled(logits_RV, block), block).numpy()
+        logprobs = compute_logprobs(raw_RV, torch.from_numpy(tokens_R), logprobs_k) if logprobs_k >= 0 else None
         return SampledTokens(tokens_R=tokens_R, invalid_R=invalid_R, logprobs=logprobs)
 
     def _gumbel_max(self, scaled_BV: Tensor, block: Draws) -> Tensor:

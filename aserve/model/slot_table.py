@@ -1,7 +1,8 @@
 """The slot table: what the device knows about each running sequence. The host sends differences, steps write back.
 
-Tensors on the device, a row a slot, so that a decode step gathers by slot and no Python object stands for a row. What
-only some requests need (counts for penalties, biases, masks, bad words) is allocated when the first of them comes.
+Arrays with a row a slot, so that a decode step gathers by slot and no Python object stands for a row. NumPy's, which
+for a few numbers takes a fraction of torch's time between two steps that empty the caches; tensors only where logits
+meet them. What only some requests need (counts for penalties, biases, masks, bad words) is allocated when the first comes.
 
 Shape suffixes: S slots, R rows that sample, B block-table entries, E stop ids, V vocabulary, A logit biases,
 W bad words, P tokens before a bad word's last, J joins, N edits.
@@ -18,6 +19,8 @@ from torch import Tensor
 from aserve.core.plan import BatchPlan, Join
 from aserve.core.request import MAX_STOP_IDS, SamplingParams
 from aserve.model.sampler import AllowedTokens, Draws, EndRule, LogitEdits, Penalties, SamplingRows
+
+Ints = NDArray[np.int64]
 
 _NO_TOKEN: Final = -1
 _ANY: Final = -1
@@ -71,42 +74,33 @@ class SlotTable:
     is done, or bound to nobody, is inert: its rows compute into the trash block and change nothing here.
     """
 
-    def __init__(
-        self, *, num_slots: int, max_num_blocks: int, vocab_size: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, *, num_slots: int, max_num_blocks: int, vocab_size: int) -> None:
         self.num_slots = num_slots
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self.done_S = self._full(True, num_slots, torch.bool)
-        self.epoch_S = self._full(0, num_slots, torch.int64)
-        self.last_token_S = self._full(0, num_slots, torch.int64)
-        self.position_S = self._full(0, num_slots, torch.int64)
-        self.block_table_SB = self._full(0, (num_slots, max_num_blocks), torch.int32)
-        self.stop_ids_SE = self._full(_NO_TOKEN, (num_slots, MAX_STOP_IDS), torch.int64)
-        self.min_length_S = self._full(0, num_slots, torch.int64)
-        self.max_length_S = self._full(0, num_slots, torch.int64)
-        self.seed_S = self._full(0, num_slots, torch.int64)  # the bits of a uint64
-        self.temperature_S = self._full(0.0, num_slots, torch.float32)
-        self.top_k_S = self._full(0, num_slots, torch.int64)
-        self.top_p_S = self._full(1.0, num_slots, torch.float64)
-        self.min_p_S = self._full(0.0, num_slots, torch.float32)
-        self.repetition_S = self._full(1.0, num_slots, torch.float32)
-        self.presence_S = self._full(0.0, num_slots, torch.float32)
-        self.frequency_S = self._full(0.0, num_slots, torch.float32)
+        self.done_S = np.ones(num_slots, np.bool_)
+        self.epoch_S = np.zeros(num_slots, np.int64)
+        self.last_token_S = np.zeros(num_slots, np.int64)
+        self.position_S = np.zeros(num_slots, np.int64)
+        self.block_table_SB = np.zeros((num_slots, max_num_blocks), np.int32)
+        self.stop_ids_SE = np.full((num_slots, MAX_STOP_IDS), _NO_TOKEN, np.int64)
+        self.min_length_S = np.zeros(num_slots, np.int64)
+        self.max_length_S = np.zeros(num_slots, np.int64)
+        self.seed_S = np.zeros(num_slots, np.uint64)
+        self.temperature_S = np.zeros(num_slots, np.float32)
+        self.top_k_S = np.zeros(num_slots, np.int64)
+        self.top_p_S = np.ones(num_slots, np.float64)
+        self.min_p_S = np.zeros(num_slots, np.float32)
+        self.repetition_S = np.ones(num_slots, np.float32)
+        self.presence_S = np.zeros(num_slots, np.float32)
+        self.frequency_S = np.zeros(num_slots, np.float32)
         self.seen_SV: Tensor | None = None
         self.allowed_SV: Tensor | None = None
-        self.bias_ids_SA = self._full(0, (num_slots, 0), torch.int64)
-        self.bias_values_SA = self._full(0.0, (num_slots, 0), torch.float32)
-        self.bad_prefix_SWP = self._full(_NEVER, (num_slots, 0, 1), torch.int64)
-        self.bad_last_SW = self._full(0, (num_slots, 0), torch.int64)
-        self.tail_SP = self._full(_BEFORE_START, (num_slots, 1), torch.int64)
+        self.bias_ids_SA = _full(0, (num_slots, 0), torch.int64)
+        self.bias_values_SA = _full(0.0, (num_slots, 0), torch.float32)
+        self.bad_prefix_SWP = _full(_NEVER, (num_slots, 0, 1), torch.int64)
+        self.bad_last_SW = _full(0, (num_slots, 0), torch.int64)
+        self.tail_SP = _full(_BEFORE_START, (num_slots, 1), torch.int64)
         self._needs = np.zeros(num_slots, np.uint8)
-
-    def _full(self, value: float | bool, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.full((size,) if isinstance(size, int) else size, value, dtype=dtype, device=self.device)
-
-    def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
 
     # --- the host's differences
 
@@ -117,45 +111,39 @@ class SlotTable:
         if plan.joins:
             self._join(plan.joins)
         if len(plan.table_writes):
-            slots, indices, blocks = self._tensor(plan.table_writes).unbind(1)
-            self.block_table_SB[slots, indices] = blocks.to(torch.int32)
+            slots, indices, blocks = plan.table_writes.T
+            self.block_table_SB[slots, indices] = blocks
         if len(plan.token_writes):
-            slots, positions, tokens = self._tensor(plan.token_writes).unbind(1)
+            slots, positions, tokens = plan.token_writes.T.astype(np.int64)
             self.last_token_S[slots] = tokens
             self.position_S[slots] = positions
-            self._remember(plan.token_writes[:, 0], slots, tokens, torch.ones_like(slots, dtype=torch.bool))
+            self._remember(slots, tokens, np.ones(len(slots), np.bool_))
 
     def unbind(self, slots: NDArray[np.int32]) -> None:
         """Make slots inert until somebody joins there. Their block-table rows point to the trash block again."""
-        index = self._tensor(slots)
-        self.done_S[index] = True
-        self.block_table_SB[index] = 0
+        self.done_S[slots] = True
+        self.block_table_SB[slots] = 0
         self._needs[slots] = 0
 
     def _join(self, joins: tuple[Join, ...]) -> None:
-        slots = np.array([join.slot for join in joins], np.int64)
-        slots_J = self._tensor(slots)
-        params = [join.params for join in joins]
-        stop_ids = np.full((len(joins), MAX_STOP_IDS), _NO_TOKEN, np.int64)
-        for row, join in zip(stop_ids, joins, strict=True):
-            row[: len(join.stop_ids)] = join.stop_ids
-        self.done_S[slots_J] = False
-        self.block_table_SB[slots_J] = 0
-        self.epoch_S[slots_J] = self._tensor([join.epoch for join in joins])
-        self.position_S[slots_J] = self._tensor([join.position for join in joins])
-        self.stop_ids_SE[slots_J] = self._tensor(stop_ids)
-        self.min_length_S[slots_J] = self._tensor([join.min_length for join in joins])
-        self.max_length_S[slots_J] = self._tensor([join.max_length for join in joins])
-        seeds = np.array([join.seed & 0xFFFF_FFFF_FFFF_FFFF for join in joins], np.uint64)
-        self.seed_S[slots_J] = self._tensor(seeds.view(np.int64))
-        self.temperature_S[slots_J] = self._tensor([p.temperature for p in params], torch.float32)
-        self.top_k_S[slots_J] = self._tensor([p.top_k if p.top_k > 0 else self.vocab_size for p in params])
-        self.top_p_S[slots_J] = self._tensor([p.top_p for p in params], torch.float64)
-        self.min_p_S[slots_J] = self._tensor([p.min_p for p in params], torch.float32)
-        self.repetition_S[slots_J] = self._tensor([p.repetition_penalty for p in params], torch.float32)
-        self.presence_S[slots_J] = self._tensor([p.presence_penalty for p in params], torch.float32)
-        self.frequency_S[slots_J] = self._tensor([p.frequency_penalty for p in params], torch.float32)
         for join in joins:
+            slot, params = join.slot, join.params
+            self.done_S[slot] = False
+            self.block_table_SB[slot] = 0
+            self.epoch_S[slot] = join.epoch
+            self.position_S[slot] = join.position
+            self.stop_ids_SE[slot] = _NO_TOKEN
+            self.stop_ids_SE[slot, : len(join.stop_ids)] = join.stop_ids
+            self.min_length_S[slot] = join.min_length
+            self.max_length_S[slot] = join.max_length
+            self.seed_S[slot] = join.seed & 0xFFFF_FFFF_FFFF_FFFF
+            self.temperature_S[slot] = params.temperature
+            self.top_k_S[slot] = params.top_k if params.top_k > 0 else self.vocab_size
+            self.top_p_S[slot] = params.top_p
+            self.min_p_S[slot] = params.min_p
+            self.repetition_S[slot] = params.repetition_penalty
+            self.presence_S[slot] = params.presence_penalty
+            self.frequency_S[slot] = params.frequency_penalty
             need = self._needs[join.slot] = Need.of(join, self.vocab_size)
             if need & Need.PENALTY:
                 self._join_penalties(join)
@@ -169,8 +157,8 @@ class SlotTable:
     def _join_penalties(self, join: Join) -> None:
         """Rebuild what was seen from the history, whose prompt ends at ``num_prompt_tokens``."""
         if self.seen_SV is None:
-            self.seen_SV = self._full(0, (self.num_slots, self.vocab_size), torch.int32)
-        history = self._tensor(join.history)
+            self.seen_SV = _full(0, (self.num_slots, self.vocab_size), torch.int32)
+        history = _tensor(join.history)
         prompt, output = history[: join.num_prompt_tokens], history[join.num_prompt_tokens :]
         seen_V = torch.bincount(output, minlength=self.vocab_size).to(torch.int32) * _ONE_OUTPUT
         seen_V[prompt] += _IN_PROMPT  # once, however often the prompt holds it
@@ -183,15 +171,15 @@ class SlotTable:
         self.bias_values_SA = _widened(self.bias_values_SA, 1, width, 0.0)
         self.bias_values_SA[slot] = 0.0  # entries beyond this slot's own add nothing to token 0
         self.bias_ids_SA[slot] = 0
-        self.bias_ids_SA[slot, :width] = self._tensor([token for token, _ in bias])
-        self.bias_values_SA[slot, :width] = self._tensor([value for _, value in bias], torch.float32)
+        self.bias_ids_SA[slot, :width] = _tensor([token for token, _ in bias])
+        self.bias_values_SA[slot, :width] = _tensor([value for _, value in bias], torch.float32)
 
     def _join_allowed(self, slot: int, params: SamplingParams) -> None:
         if self.allowed_SV is None:
-            self.allowed_SV = self._full(False, (self.num_slots, self.vocab_size), torch.bool)
+            self.allowed_SV = _full(False, (self.num_slots, self.vocab_size), torch.bool)
         allowed = [token for token in params.allowed_token_ids or () if 0 <= token < self.vocab_size]
         self.allowed_SV[slot] = False
-        self.allowed_SV[slot, self._tensor(allowed)] = True
+        self.allowed_SV[slot, _tensor(allowed)] = True
 
     def _join_bad_words(self, join: Join) -> None:
         words = [word for word in join.params.bad_words if word and 0 <= word[-1] < self.vocab_size]
@@ -205,21 +193,20 @@ class SlotTable:
         for row, word in zip(prefixes, words, strict=False):
             row[:] = _ANY
             row[width - len(word) + 1 :] = word[:-1]
-        self.bad_prefix_SWP[join.slot] = self._tensor(prefixes)
+        self.bad_prefix_SWP[join.slot] = _tensor(prefixes)
         self.bad_last_SW[join.slot] = 0
-        self.bad_last_SW[join.slot, : len(words)] = self._tensor([word[-1] for word in words])
+        self.bad_last_SW[join.slot, : len(words)] = _tensor([word[-1] for word in words])
         tail = join.history[-width:]
         self.tail_SP[join.slot] = _BEFORE_START
-        self.tail_SP[join.slot, width - len(tail) :] = self._tensor(tail)
+        self.tail_SP[join.slot, width - len(tail) :] = _tensor(tail)
 
     # --- what a step reads
 
     def check_positions(self, slots: NDArray[np.int64], expected: NDArray[np.int64]) -> None:
         """Host and device count alike: asserted for all slots that are not done, where assertions are on."""
-        index = self._tensor(slots)
-        differs = (self.position_S[index] != self._tensor(expected)) & ~self.done_S[index]
-        if bool(differs.any()):
-            row = int(differs.nonzero()[0, 0])
+        differs = (self.position_S[slots] != expected) & ~self.done_S[slots]
+        if differs.any():
+            row = int(differs.argmax())
             raise AssertionError(
                 f"slot {slots[row]} (epoch {int(self.epoch_S[slots[row]])}) is at position "
                 f"{int(self.position_S[slots[row]])}, the plan says {expected[row]}"
@@ -232,7 +219,6 @@ class SlotTable:
         """
         needs = self._needs[slots]
         needed = int(np.bitwise_or.reduce(needs)) if len(needs) else 0
-        slots_R, positions_R = self._tensor(slots), self._tensor(positions)
 
         def rows(need: Need) -> NDArray[np.int64]:
             return np.flatnonzero(needs & need)
@@ -241,52 +227,51 @@ class SlotTable:
         plain = np.flatnonzero((needs & (Need.DRAW | Need.FILTER)) == Need.DRAW) if needed & Need.DRAW else filtered[:0]
         return SamplingRows(
             end=EndRule(
-                stop_ids_RE=self.stop_ids_SE[slots_R],
-                min_length_R=self.min_length_S[slots_R],
-                max_length_R=self.max_length_S[slots_R],
-                length_R=positions_R + 2,
-                done_R=self.done_S[slots_R],
+                stop_ids_RE=self.stop_ids_SE[slots],
+                min_length_R=self.min_length_S[slots],
+                max_length_R=self.max_length_S[slots],
+                length_R=positions + 2,
+                done_R=self.done_S[slots],
             ),
             plain=self._draws(plain, slots, positions) if len(plain) else None,
             filtered=self._draws(filtered, slots, positions) if len(filtered) else None,
-            edits=self._edits(needs, slots_R, positions_R) if needed & _EDITS else None,
+            edits=self._edits(needs, slots, positions) if needed & _EDITS else None,
             allowed=self._allowed(rows(Need.ALLOWED), slots) if needed & Need.ALLOWED else None,
             penalties=self._penalties(rows(Need.PENALTY), slots) if needed & Need.PENALTY else None,
         )
 
     def _draws(self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draws:
-        index = self._tensor(slots[rows])
+        drawing = slots[rows]
         return Draws(
-            rows_D=self._tensor(rows),
-            seeds_D=self.seed_S[index].cpu().numpy().view(np.uint64),
+            rows_D=rows,
+            seeds_D=self.seed_S[drawing],
             positions_D=positions[rows] + 1,
-            temperature_D=self.temperature_S[index],
-            top_k_D=self.top_k_S[index],
-            top_p_D=self.top_p_S[index],
-            min_p_D=self.min_p_S[index],
+            temperature_D=torch.from_numpy(self.temperature_S[drawing]),
+            top_k_D=torch.from_numpy(self.top_k_S[drawing]),
+            top_p_D=torch.from_numpy(self.top_p_S[drawing]),
+            min_p_D=torch.from_numpy(self.min_p_S[drawing]),
         )
 
     def _penalties(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Penalties:
         assert self.seen_SV is not None
-        index = self._tensor(slots[rows])
-        seen_PV = self.seen_SV[index]
+        seen_PV = self.seen_SV[slots[rows]]
         which_N, ids_N = seen_PV.nonzero(as_tuple=True)
         return Penalties(
-            rows_N=self._tensor(rows)[which_N],
+            rows_N=torch.from_numpy(rows)[which_N],
             ids_N=ids_N,
             num_outputs_N=seen_PV[which_N, ids_N] // _ONE_OUTPUT,
-            repetition_N=self.repetition_S[index][which_N],
-            presence_N=self.presence_S[index][which_N],
-            frequency_N=self.frequency_S[index][which_N],
+            repetition_N=torch.from_numpy(self.repetition_S[slots[rows]])[which_N],
+            presence_N=torch.from_numpy(self.presence_S[slots[rows]])[which_N],
+            frequency_N=torch.from_numpy(self.frequency_S[slots[rows]])[which_N],
         )
 
     def _allowed(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> AllowedTokens:
         assert self.allowed_SV is not None
-        return AllowedTokens(rows_P=self._tensor(rows), mask_PV=self.allowed_SV[self._tensor(slots[rows])])
+        return AllowedTokens(rows_P=torch.from_numpy(rows), mask_PV=self.allowed_SV[slots[rows]])
 
-    def _edits(self, needs: NDArray[np.uint8], slots_R: Tensor, positions_R: Tensor) -> LogitEdits:
+    def _edits(self, needs: NDArray[np.uint8], slots_R: Ints, positions_R: Ints) -> LogitEdits:
         """Logit biases, stop ids below the least length and bad words as one list of additions."""
-        parts = []
+        parts: list[tuple[Ints, Tensor, Tensor]] = []
         if len(rows := np.flatnonzero(needs & Need.BIAS)):
             slots = slots_R[rows]
             parts.append((rows, self.bias_ids_SA[slots], self.bias_values_SA[slots]))
@@ -295,62 +280,67 @@ class SlotTable:
             ids = self.stop_ids_SE[slots]
             short = (positions_R[rows] + 1 < self.min_length_S[slots])[:, None]
             valid = (ids >= 0) & (ids < self.vocab_size)
-            parts.append((rows, ids.where(valid, 0), _minus_infinity_where(short & valid)))
+            forbidden = _minus_infinity_where(torch.from_numpy(short & valid))
+            parts.append((rows, torch.from_numpy(np.where(valid, ids, 0)), forbidden))
         if len(rows := np.flatnonzero(needs & Need.BAD_WORDS)):
             slots = slots_R[rows]
             prefix, tail = self.bad_prefix_SWP[slots], self.tail_SP[slots][:, None, :]
             matches = ((prefix == _ANY) | (prefix == tail)).all(-1)
             parts.append((rows, self.bad_last_SW[slots], _minus_infinity_where(matches)))
         return LogitEdits(
-            rows_N=torch.cat([self._tensor(rows)[:, None].expand_as(ids).reshape(-1) for rows, ids, _ in parts]),
+            rows_N=torch.cat([torch.from_numpy(rows)[:, None].expand_as(ids).reshape(-1) for rows, ids, _ in parts]),
             ids_N=torch.cat([ids.reshape(-1) for _, ids, _ in parts]),
             values_N=torch.cat([values.reshape(-1) for _, _, values in parts]),
         )
 
     # --- what a step writes back
 
-    def advance(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+    def advance(self, slots: Ints, positions: Ints) -> None:
         """Chunks were computed: ``positions`` is now the next one. Inert slots stay as they are."""
-        index = self._tensor(slots)
-        self.position_S[index] = self.position_S[index].where(self.done_S[index], self._tensor(positions))
+        self.position_S[slots] = np.where(self.done_S[slots], self.position_S[slots], positions)
 
     def commit(
-        self,
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        tokens_R: Tensor,
-        ended_R: Tensor,
-        writes_R: Tensor,
+        self, slots: Ints, positions: Ints, tokens_R: Ints, ended_R: NDArray[np.bool_], writes_R: NDArray[np.bool_]
     ) -> None:
         """The rows at ``positions`` sampled ``tokens_R``. Rows outside ``writes_R`` and inert slots change nothing."""
-        index = self._tensor(slots)
-        live = writes_R & ~self.done_S[index]
-        self.last_token_S[index] = tokens_R.where(live, self.last_token_S[index])
-        self.position_S[index] = self._tensor(positions + 1).where(live, self.position_S[index])
-        self._remember(slots, index, tokens_R, live)
-        self.done_S[index] |= live & ended_R
+        live = writes_R & ~self.done_S[slots]
+        self.last_token_S[slots] = np.where(live, tokens_R, self.last_token_S[slots])
+        self.position_S[slots] = np.where(live, positions + 1, self.position_S[slots])
+        self._remember(slots, tokens_R, live)
+        self.done_S[slots] |= live & ended_R
 
-    def retire(self, slots_R: Tensor) -> None:
+    def retire(self, slots: Ints) -> None:
         """Make slots inert whose sequences the host is about to fail; a later join revives them."""
-        self.done_S[slots_R] = True
+        self.done_S[slots] = True
 
-    def _remember(self, slots: NDArray[np.integer], index: Tensor, tokens: Tensor, live: Tensor) -> None:
+    def _remember(self, slots: Ints, tokens: Ints, live: NDArray[np.bool_]) -> None:
         """Count output tokens for penalties and append them to the tails of bad words."""
         needs = self._needs[slots]
+        if not needs.any():
+            return
         if len(rows := np.flatnonzero(needs & Need.PENALTY)):
             assert self.seen_SV is not None
-            self.seen_SV[index[rows], tokens[rows]] += live[rows].to(torch.int32) * _ONE_OUTPUT
+            counts = torch.from_numpy(live[rows].astype(np.int32) * _ONE_OUTPUT)
+            self.seen_SV[slots[rows], tokens[rows]] += counts
         if len(rows := np.flatnonzero(needs & Need.BAD_WORDS)):
-            tail = self.tail_SP[index[rows]]
-            longer = torch.cat([tail[:, 1:], tokens[rows, None]], dim=1)
-            self.tail_SP[index[rows]] = longer.where(live[rows, None], tail)
+            tail = self.tail_SP[slots[rows]]
+            longer = torch.cat([tail[:, 1:], torch.from_numpy(tokens[rows, None])], dim=1)
+            self.tail_SP[slots[rows]] = longer.where(torch.from_numpy(live[rows, None]), tail)
 
 
 _EDITS: Final = Need.BIAS | Need.MIN_LENGTH | Need.BAD_WORDS
 
 
+def _full(value: float, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full(size, value, dtype=dtype)
+
+
+def _tensor(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
 def _minus_infinity_where(condition: Tensor) -> Tensor:
-    return torch.zeros(condition.shape, device=condition.device).masked_fill_(condition, float("-inf"))
+    return torch.zeros(condition.shape).masked_fill_(condition, float("-inf"))
 
 
 def _widened(tensor: Tensor, dim: int, size: int, fill: float, *, at_end: bool = True) -> Tensor:
@@ -360,5 +350,5 @@ def _widened(tensor: Tensor, dim: int, size: int, fill: float, *, at_end: bool =
         return tensor
     more = list(tensor.shape)
     more[dim] = missing
-    extension = torch.full(more, fill, dtype=tensor.dtype, device=tensor.device)
+    extension = torch.full(more, fill, dtype=tensor.dtype)
     return torch.cat([tensor, extension] if at_end else [extension, tensor], dim=dim)

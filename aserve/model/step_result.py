@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, Logprobs
@@ -75,11 +74,11 @@ def sampled_part(indices: NDArray[np.int64], rows: SamplingRows, sampled: Sample
     """A sampler's output as the host reads it. A row that was done before is done, whatever its logits are."""
     done_R = rows.end.done_R
     ended_R = done_R | (rows.end.ended(sampled.tokens_R) & ~sampled.invalid_R)
-    flags_R = ended_R.to(torch.uint8) * FLAG_DONE + (sampled.invalid_R & ~done_R).to(torch.uint8) * FLAG_INVALID
+    flags_R = ended_R * np.uint8(FLAG_DONE) + (sampled.invalid_R & ~done_R) * np.uint8(FLAG_INVALID)
     return SampledPart(
         rows=indices,
-        tokens=sampled.tokens_R.numpy().astype(np.int32),
-        flags=flags_R.numpy(),
+        tokens=sampled.tokens_R.astype(np.int32),
+        flags=flags_R,
         logprobs=sampled.logprobs,
     )
 

@@ -44,8 +44,8 @@ def apply(table: SlotTable, *joins: Join, **differences: Sequence[Any]) -> None:
 def commit(table: SlotTable, slots: list[int], positions: list[int], tokens: list[int], *, writes: bool = True) -> None:
     index, at = np.array(slots, np.int64), np.array(positions, np.int64)
     end = table.sampling_rows(index, at).end
-    sampled = torch.tensor(tokens)
-    table.commit(index, at, sampled, end.ended(sampled), torch.full((len(slots),), writes))
+    sampled = np.array(tokens)
+    table.commit(index, at, sampled, end.ended(sampled), np.full(len(slots), writes))
 
 
 def state(table: SlotTable, slot: int) -> tuple[int, int, bool]:
@@ -138,7 +138,7 @@ def test_positions_of_host_and_device_are_compared() -> None:
     """A slot that is done may differ: the host does not know yet."""
     slots = table()
     apply(slots, join(0, position=4), join(1, position=4))
-    slots.retire(torch.tensor([1]))
+    slots.retire(np.array([1]))
     slots.check_positions(np.array([0, 1]), np.array([4, 9]))
     with pytest.raises(AssertionError, match=r"slot 0 \(epoch 1\) is at position 4, the plan says 5"):
         slots.check_positions(np.array([1, 0]), np.array([4, 5]))
@@ -203,7 +203,7 @@ def test_a_snapshot_does_not_follow_the_table() -> None:
     logits[0, [0, 1, 4]] = torch.tensor([0.0, 5.0, 1.0])
     sampled = Sampler(VOCAB_SIZE).sample(logits, snapshot)
     assert sampled.tokens_R.tolist() == [4]
-    assert snapshot.end.ended(torch.tensor([2])).tolist() == [True]
+    assert snapshot.end.ended(np.array([2])).tolist() == [True]
 
 
 def test_arrays_of_a_plan_may_be_read_only() -> None:

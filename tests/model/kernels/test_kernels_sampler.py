@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_builders import DEVICE, change_slots, ints
+from numpy.typing import NDArray
 
 from aserve.core.ids import NO_STEP, Epoch, Slot
 from aserve.core.plan import FLAG_INVALID, BatchPlan, Join
@@ -62,7 +63,7 @@ def tokens_of(logits_RV: torch.Tensor, joins: list[Join], lengths: list[int]) ->
     return tokens_R.cpu(), flags_R.cpu()
 
 
-def reference_tokens(logits_RV: torch.Tensor, joins: list[Join], lengths: list[int]) -> torch.Tensor:
+def reference_tokens(logits_RV: torch.Tensor, joins: list[Join], lengths: list[int]) -> NDArray[np.int64]:
     table = SlotTable(num_slots=len(joins), max_num_blocks=1, vocab_size=logits_RV.shape[1])
     table.apply(BatchPlan(step=NO_STEP, joins=tuple(joins)))
     rows = table.sampling_rows(np.array([join.slot for join in joins]), np.array(lengths) - 1)
