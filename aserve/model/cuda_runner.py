@@ -81,11 +81,10 @@ class LogprobTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Deferred:
-    """What the host samples of a step: some of the R rows, the S logits (pinned), and all that its sampler needs."""
+    """What the host samples of a step: some of the R rows, their logits (pinned), and all that its sampler needs."""
 
     rows: NDArray[np.intp]
-    sequences: NDArray[np.intp]
-    logits_SV: Tensor
+    logits_RV: Tensor
     params: SamplingRows
 
 
@@ -105,6 +104,19 @@ class _Launched:
     deferred: _Deferred | None
 
 
+class _WholeStream:
+    """The fence of an array for which no event was recorded, because a launch broke off behind its copy."""
+
+    def __init__(self, device: StepDevice) -> None:
+        self._device = device
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+
 class _Staging:
     """Pinned arrays that plans are written into, in turn. One is not written again before its copy has been made."""
 
@@ -113,6 +125,7 @@ class _Staging:
         self._tensors = [device.pinned(num_words, dtype=torch.int32) for _ in range(num_arrays)]
         self._words: list[Words] = [tensor.numpy() for tensor in self._tensors]
         self._fences: list[DeviceEvent | None] = [None] * num_arrays
+        self._unknown = _WholeStream(device)
         self._index = -1
 
     def take(self) -> Words:
@@ -124,7 +137,8 @@ class _Staging:
         return self._words[self._index]
 
     def send(self, words: Tensor, num_words: int) -> None:
-        """Enqueue the copy of the array that was taken last."""
+        """Enqueue the copy of the array that was taken last. Until ``fence``, only an empty stream says it was made."""
+        self._fences[self._index] = self._unknown
         words[:num_words].copy_(self._tensors[self._index][:num_words], non_blocking=True)
 
     def fence(self, event: DeviceEvent) -> None:
@@ -175,6 +189,12 @@ class CudaRunner:
                 max_num_blocks=steps.table.block_tables_SB.shape[1],
                 vocab_size=info.vocab_size,
             )
+            if samples_on_host
+            else None
+        )
+        # In turn: a step is out until the host has sampled its rows, and half of ring_steps are out at most.
+        self._host_logits_NRV = (
+            device.pinned(limits.ring_steps // 2, self._num_rows, info.vocab_size, dtype=torch.float32)
             if samples_on_host
             else None
         )
@@ -285,7 +305,7 @@ class CudaRunner:
         index = plan.step % steps.limits.ring_steps
         num_sequences = len(plan.rows) + len(plan.chunks)
         if deferred is not None:
-            deferred = self._copy_logits(deferred, sampling, num_sequences)
+            self._copy_logits(deferred, sampling[deferred.rows])
         if plan.logprobs_k >= 0:
             self._logprobs.compute(index, 0, steps.logits_SV[:num_sequences], steps.tokens_S[:num_sequences])
         for first, rows, targets, num_rows in pieces:
@@ -335,8 +355,8 @@ class CudaRunner:
 
     def _deferred_rows(self, plan: BatchPlan) -> "_Deferred | None":
         """What the host's sampler has to know of this plan's deferred rows; the table follows every plan."""
-        table = self._host_table
-        if table is None:
+        table, logits_NRV = self._host_table, self._host_logits_NRV
+        if table is None or logits_NRV is None:
             if plan.deferred.any():
                 raise ValueError("the plan defers rows to a runner that was made to sample on the device")
             return None
@@ -347,14 +367,15 @@ class CudaRunner:
         last = [(chunk.slot, chunk.start + len(chunk.tokens) - 1) for chunk in plan.chunks if chunk.last]
         places = np.concatenate([plan.rows, np.array(last, np.int32).reshape(-1, 2)]).astype(np.int64)[rows]
         params = table.sampling_rows(places[:, 0], places[:, 1])
-        return _Deferred(rows=rows, sequences=rows, logits_SV=torch.empty(0), params=params)
+        return _Deferred(rows=rows, logits_RV=logits_NRV[plan.step % len(logits_NRV), : len(rows)], params=params)
 
-    def _copy_logits(self, deferred: _Deferred, sampling: NDArray[np.intp], num_sequences: int) -> _Deferred:
-        logits_SV = self._device.pinned(num_sequences, self._info.vocab_size, dtype=torch.float32)
-        logits_SV.copy_(self._steps.logits_SV[:num_sequences], non_blocking=True)
-        return _Deferred(
-            rows=deferred.rows, sequences=sampling[deferred.rows], logits_SV=logits_SV, params=deferred.params
-        )
+    def _copy_logits(self, deferred: _Deferred, sequences: NDArray[np.intp]) -> None:
+        """Enqueue a copy for each run of neighbours: of decode rows there is one, few chunks lie between others."""
+        row = 0
+        for run in np.split(sequences, np.flatnonzero(np.diff(sequences) != 1) + 1):
+            logits_RV = self._steps.logits_SV[run[0] : run[-1] + 1]
+            deferred.logits_RV[row : row + len(run)].copy_(logits_RV, non_blocking=True)
+            row += len(run)
 
     # --- landing
 
@@ -410,8 +431,7 @@ class CudaRunner:
         def failed(error: BaseException) -> None:
             loop.call_soon_threadsafe(self._fail, flight, error)
 
-        logits_RV = deferred.logits_SV[torch.from_numpy(deferred.sequences)]
-        sampler.submit(logits_RV, deferred.params, plan.logprobs_k, sampled, failed)
+        sampler.submit(deferred.logits_RV, deferred.params, plan.logprobs_k, sampled, failed)
 
     def _result(self, plan: BatchPlan, rows: SampledPart, prompts: Sequence[tuple[int, Logprobs]]) -> BatchResult:
         self._counters.num_tokens_sampled += len(rows.tokens)

@@ -27,6 +27,10 @@ from aserve.model.options import ModelOptions
 MAX_NUM_SEQS: Final = 1024
 """One program ends a step of so many rows at most."""
 
+MAX_REFERENCE_TOKENS: Final = 8192
+"""Each of a step's tokens is a row of its own there, with up to 32 parts: one program plans them all, and 64 heads of
+128 take 8 GiB for them."""
+
 _UNKNOWN_MODEL_LEN: Final = 2048
 _TRIAL_GRAPHS: Final = 4
 
@@ -127,6 +131,11 @@ def _check(options: ModelOptions, scheduler: SchedulerOptions, config: ModelConf
         )
     if options.reference and options.dtype not in ("auto", "float32"):
         raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
+    if options.reference and scheduler.max_num_batched_tokens > MAX_REFERENCE_TOKENS:
+        raise ModelError(
+            f"scheduler.max_num_batched_tokens is {scheduler.max_num_batched_tokens}; model.reference computes at most "
+            f"{MAX_REFERENCE_TOKENS} tokens a step on a GPU."
+        )
     if options.quantization == "int8":
         raise ModelError("model.quantization is for CPUs: leave it at none, or set model.device to cpu.")
     if scheduler.max_num_seqs > MAX_NUM_SEQS:

@@ -67,6 +67,35 @@ def test_a_long_prompt() -> None:
     check(batch([(4096, 4096)], num_heads=8, num_kv_heads=2, head_dim=128, dtype=BF16))
 
 
+def test_parts_of_very_many_rows() -> None:
+    """Half a million items, as reference mode has in steps of many tokens: their results lie 2**31 floats apart."""
+    num_rows, num_parts, part = 16_500, 32, 64
+    one = batch([(1, num_parts * part)], num_heads=32, num_kv_heads=8, head_dim=128, dtype=BF16)
+    q_TAD = normal(num_rows, 32, 128, dtype=BF16, seed=5)
+    plan = AttentionPlan.allocate(
+        num_sequences=num_rows, num_chunk_tokens=0, num_heads=32, num_kv_heads=8, head_dim=128, num_multiprocessors=16,
+        dtype=BF16, fixed_tokens=part, context_max=num_parts * part, device="cuda",
+    )  # fmt: skip
+    row = torch.arange(num_rows).repeat_interleave(num_parts)
+    split, slot = torch.arange(num_parts).repeat(num_rows), torch.full_like(row, one.slots[0])
+    fields = (row, slot, split * part, (split + 1) * part, split, torch.full_like(row, num_parts), row)
+    plan.items_WF[:, :7] = torch.stack(fields, 1).int().cuda()
+    plan.counts_2[0] = len(row)
+    out_TAD = torch.zeros_like(q_TAD)
+
+    decode_attention(q_TAD, one.kv_layer, one.block_tables_SB, plan, scale=0.1, out_TAD=out_TAD)
+
+    assert plan.partial_WHGD.numel() > 1 << 31
+    chosen = [0, 8191, 8192, num_rows - 1]
+    expected = torch.cat([
+        reference.paged_attention(
+            q_TAD[i : i + 1], one.kv_layer, one.block_tables_SB, one.slots, [0, 1], one.context_lens, scale=0.1
+        )
+        for i in chosen
+    ])  # fmt: skip
+    assert distance(out_TAD[chosen], expected) < TOLERANCE[BF16]
+
+
 def test_frequencies_of_a_hundred_thousand_draws() -> None:
     """Top-k, top-p and min-p leave the likeliest tokens, drawn in proportion (chi-square within 5 deviations)."""
     num_rows, vocab_size = 100_000, 64

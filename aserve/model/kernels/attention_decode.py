@@ -19,11 +19,14 @@ from aserve.model.kernels.attention_plan import NUM_FIELDS, AttentionPlan
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, lse_ptr, base, num_splits, kv_head,
+    out_ptr, partial_ptr, lse_ptr, num_splits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The weighted mean of a row's parts, each normalised in itself, with lse their log2 of the sum of weights."""
+    """The weighted mean of a row's parts, each normalised in itself, with lse their log2 of the sum of weights.
+
+    partial, lse: of the row's first part and this kv head.
+    """
     group = tl.arange(0, BLOCK_G)
     dim = tl.arange(0, BLOCK_D)
     inside = (group < G)[:, None] & (dim < D)[None, :]
@@ -32,7 +35,7 @@ def _merge(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in tl.range(0, num_splits, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
-        row = ((base + split) * H + kv_head) * G
+        row = split * (H * G)
         there = (split < num_splits)[:, None] & (group < G)[None, :]
         # Written by other multiprocessors: not to be looked for in this one's first-level cache.
         lse = tl.load(lse_ptr + row[:, None] + group[None, :], mask=there, other=LOWEST, cache_modifier=".cg")
@@ -95,7 +98,11 @@ def _attend_item(
     if num_splits == 1:
         tl.store(out_row_ptr + head_offsets, result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        part = (item * H + kv_head) * G
+        # 64 bits: reference mode has up to 32 parts a token.
+        first_part = ((item - split).to(tl.int64) * H + kv_head) * G
+        partial_ptr += first_part * D
+        lse_ptr += first_part
+        part = split * (H * G)
         tl.store(partial_ptr + (part + group)[:, None] * D + dim[None, :], result, mask=inside)
         tl.store(lse_ptr + part + group, largest + tl.log2(total), mask=group < G)
         tl.debug_barrier()  # all threads' parts are written before the counter says so
@@ -103,7 +110,7 @@ def _attend_item(
         if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
             tl.store(arrivals_ptr, 0)
             _merge(
-                out_row_ptr + kv_head * G * D, partial_ptr, lse_ptr, item - split, num_splits, kv_head,
+                out_row_ptr + kv_head * G * D, partial_ptr, lse_ptr, num_splits,
                 H, G, D, MERGE_G, BLOCK_D, BLOCK_SPLITS=8,
             )  # fmt: skip
 
@@ -116,10 +123,10 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(1)
+    item = tl.program_id(0) // H
     if item < tl.load(counts_ptr):
         _attend_item(
-            item, tl.program_id(0), q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block,
+            item, tl.program_id(0) % H, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block,
             tables_ptr, table_stride, out_ptr, items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
             H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES,
         )  # fmt: skip
@@ -145,7 +152,8 @@ def decode_attention(
     stride_kv, stride_head, stride_block = kv_layer.stride()[:3]
     group = num_heads // num_kv_heads
     tiles = plan.decode_tiles
-    _decode_kernel[(num_kv_heads, len(plan.items_WF))](
+    # In one dimension, since the others hold 65,535 programs and reference mode has more items.
+    _decode_kernel[(num_kv_heads * len(plan.items_WF),)](
         q_TAD, q_TAD.stride(0), kv_layer, stride_kv, stride_head, stride_block,
         block_tables_SB, block_tables_SB.stride(0), out_TAD,
         plan.items_WF, plan.counts_2, plan.partial_WHGD, plan.lse_WHG, plan.arrivals_SH, scale * math.log2(math.e),

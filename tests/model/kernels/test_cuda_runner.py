@@ -18,7 +18,8 @@ from families import hf_logits, hf_model, prompt, save
 from aserve.core.options import SchedulerOptions
 from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult
 from aserve.core.request import SamplingParams
-from aserve.errors import DeviceLost
+from aserve.errors import DeviceLost, ModelError
+from aserve.model.cuda_start import load_cuda_runner
 from aserve.model.options import ModelOptions
 from aserve.model.runner import load_cpu_runner
 
@@ -267,6 +268,28 @@ async def test_rows_that_the_host_samples(model: Model) -> None:
     assert result.logprobs.ranks.shape == (1,)
 
 
+async def test_the_host_samples_rows_that_lie_apart(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row and a prompt's end, another prompt's chunk between them; the memory for it was there at the start."""
+    runner = make_runner(model.folder, samples_on_host=True)
+    host = PlanHost(runner)
+    first = await host.prefill(1, A)[-1]
+
+    def allocate(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("pinned memory is allocated after the start")
+
+    monkeypatch.setattr(runner._device, "pinned", allocate, raising=False)
+    result = await host.launch(
+        rows=[(1, len(A))],
+        joins=(join(0, A), join(2, B)),
+        table_writes=host.table(0, 16) + host.table(2, 16),
+        chunks=(chunk_of(0, A, 0, 5), chunk_of(2, B, 0, len(B))),
+        deferred=np.array([True, True]),
+    )
+    await runner.aclose()
+
+    assert tokens_of(first) + tokens_of(result) == [*model.greedy(A, 2), *model.greedy(B, 1)]
+
+
 async def test_an_invalid_row_fails_alone(host: PlanHost, model: Model) -> None:
     """Who reads a poisoned block gets FLAG_INVALID; the sequence beside it its own tokens."""
     host.prefill(0, A, room=16)
@@ -339,9 +362,38 @@ async def test_a_lost_device_is_told_from_a_failed_launch(host: PlanHost, monkey
     assert host.runner.statistics()["steps_failed"] == 2
 
 
+async def test_a_launch_that_breaks_off_behind_its_copy_holds_its_array(
+    host: PlanHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows when that copy was made: before the array's next turn the stream is waited for, once."""
+    runner, num_waits = host.runner, [0]
+    synchronize, num_arrays = runner._device.synchronize, runner._steps.limits.ring_steps
+
+    def counted() -> None:
+        num_waits[-1] += 1
+        synchronize()
+
+    monkeypatch.setattr(runner._device, "synchronize", counted, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._logprobs, "compute", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            host.launch(joins=(join(3, B),), chunks=(chunk_of(3, B, 0, 9),), logprobs_k=0)
+    for _ in range(2 * num_arrays):
+        num_waits.append(0)
+        await host.launch(leaves=[3])
+
+    assert num_waits == [0] * num_arrays + [1] + [0] * num_arrays
+
+
 async def test_nothing_is_launched_after_closing(host: PlanHost) -> None:
     """A closed runner says so."""
     await host.runner.aclose()
 
     with pytest.raises(DeviceLost, match="closed"):
         host.prefill(0, A)
+
+
+def test_reference_mode_has_a_bound_of_tokens(model: Model) -> None:
+    """Said before anything is loaded, with what to lower."""
+    with pytest.raises(ModelError, match=r"scheduler\.max_num_batched_tokens is 8193; .* at most 8192 tokens a step"):
+        load_cuda_runner(ModelOptions(reference=True), SchedulerOptions(max_num_batched_tokens=8193), model.folder)
