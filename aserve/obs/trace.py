@@ -24,18 +24,18 @@ CUT: Final = {"cut": True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Work of one lane from ``start_s`` to ``end_s``."""
+    """Work of one lane. end_s: None while it goes on."""
 
     lane: str
     name: str
     start_s: float
-    end_s: float
+    end_s: float | None
     args: Args = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A part of a track, such as the decoding of a request. end_s: None if it still goes on."""
+    """A part of a track, such as the decoding of a request. end_s: None while it goes on."""
 
     name: str
     start_s: float
@@ -56,7 +56,7 @@ class Mark:
 class Track:
     """The life of one request: phases one after another, and moments. id: unique in its timeline, 32 bits.
 
-    start_s may lie before the first phase that is known. end_s: None while it lives. args: shown on the whole.
+    start_s may lie before the first phase that is known. end_s: None while it goes on. args: shown on the whole.
     """
 
     id: int
@@ -106,7 +106,7 @@ class _Writer:
         timeline = self._timeline
         slices: dict[str, list[Slice]] = {lane: [] for lane in timeline.lanes}
         for each in timeline.slices:
-            if each.end_s >= timeline.start_s and each.start_s <= timeline.end_s:
+            if self._is_in_window(each):
                 slices.setdefault(each.lane, []).append(each)
         threads = {lane: thread for thread, lane in enumerate(slices, 1)}
         tracks_thread = len(threads) + 1
@@ -118,14 +118,14 @@ class _Writer:
         for lane, thread in threads.items():
             yield from self._lane(slices[lane], thread)
         for track in sorted(timeline.tracks, key=lambda track: (track.start_s, track.id)):
-            if (track.end_s is None or track.end_s >= timeline.start_s) and track.start_s <= timeline.end_s:
+            if self._is_in_window(track):
                 yield from self._track(track, tracks_thread)
 
     def _metadata(self, name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
         return {"ph": "M", "name": name, "pid": self._process, "tid": thread, "args": args}
 
     def _lane(self, slices: list[Slice], thread: int) -> Iterator[dict[str, Any]]:
-        slices.sort(key=lambda each: (each.start_s, each.end_s))
+        slices.sort(key=lambda each: each.start_s)
         busy_until_us = 0
         for each in slices:
             start_us, end_us, args = self._within(each.start_s, each.end_s, each.args)
@@ -148,10 +148,8 @@ class _Writer:
         inner: list[tuple[int, dict[str, Any]]] = []
         now_us = start_us
         for phase in sorted(track.phases, key=lambda phase: phase.start_s):
-            if phase.end_s is not None and phase.end_s < self._timeline.start_s:
+            if not self._is_in_window(phase):
                 continue
-            if phase.start_s > self._timeline.end_s:
-                break
             phase_start_us, phase_end_us, phase_args = self._within(phase.start_s, phase.end_s, phase.args)
             phase_start_us = min(max(phase_start_us, now_us), end_us)
             now_us = min(max(phase_start_us, phase_end_us), end_us)
@@ -166,6 +164,10 @@ class _Writer:
         for _, event in inner:
             yield {**event, **common}
         yield {"ph": "e", "name": track.name, "ts": end_us, **common}
+
+    def _is_in_window(self, event: Slice | Phase | Track) -> bool:
+        is_over = event.end_s is not None and event.end_s < self._timeline.start_s
+        return not is_over and event.start_s <= self._timeline.end_s
 
     def _us(self, at_s: float) -> int:
         return round((at_s - self._timeline.start_s) * 1e6)

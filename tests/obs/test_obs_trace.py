@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_rules import read_trace
 
-from aserve.obs.timeline import Mark, Phase, Slice, Timeline, Track, render
+from aserve.obs.trace import Mark, Phase, Slice, Timeline, Track, render
 
 times = st.floats(0.0, 2.0) | st.integers(0, 20).map(lambda number: number / 10)
 
