@@ -1,17 +1,36 @@
 """What the scheduler wants done, imperative. The engine carries them out in order."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from aserve.core.ids import SequenceId, StepNumber
 from aserve.core.plan import BatchPlan, Logprobs
 from aserve.core.request import FinishReason
 
+LaunchReason = Literal["idle", "landing", "lead", "depth"]
+"""Why a step is launched now: nothing was out; a step has just landed (others may be out); the predicted work of the
+device has fallen to the lead; the policy wants more steps out than there are, whatever they take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Hand the plan to the runner now."""
+    """Hand the plan to the runner now, and tell by ``events.StepLaunched`` or ``LaunchFailed`` what came of it.
+
+    lead_s: predicted work of the device before this step. predicted_s: what the step itself is predicted to take. None
+    where the policy predicts nothing.
+    """
 
     plan: BatchPlan
+    reason: LaunchReason = "depth"
+    lead_s: float | None = None
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """No launch before ``when_s``, unless a step lands: ask again by ``events.LaunchPossible`` then."""
+
+    when_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +82,4 @@ class Finish:
     detail: str = ""
 
 
-Action = Launch | StartPrefill | DeliverTokens | DeliverPromptLogprobs | Finish
+Action = Launch | WakeAt | StartPrefill | DeliverTokens | DeliverPromptLogprobs | Finish

@@ -47,7 +47,23 @@ class ReaderCaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPossible:
-    """The loop has a permit: compose one step if the policy says that it is due."""
+    """The loop has a permit: compose one step if the policy says that it is due. has_landed: a step landed just now."""
+
+    has_landed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunched:
+    """The newest composed step is on its way to the device: ``Runner.launch`` has just returned."""
+
+    step: StepNumber
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmRang:
+    """The wake-up that ``actions.WakeAt`` asked for at ``asked_s`` has come; how late, ``now`` tells."""
+
+    asked_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,8 @@ Event = (
     | ReaderStalled
     | ReaderCaughtUp
     | LaunchPossible
+    | StepLaunched
+    | AlarmRang
     | LaunchFailed
     | StepLanded
     | StepFailed

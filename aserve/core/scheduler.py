@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aserve.core import events
-from aserve.core.actions import Action, Launch
+from aserve.core.actions import Action, Launch, LaunchReason
 from aserve.core.composing import compose
 from aserve.core.ids import Slot
 from aserve.core.landing import fail, land, land_failed
@@ -39,6 +39,8 @@ class Scheduler(State):
             events.ReaderStalled: self._on_reader_stalled,
             events.ReaderCaughtUp: self._on_reader_caught_up,
             events.LaunchPossible: self._on_launch_possible,
+            events.StepLaunched: self._on_step_launched,
+            events.AlarmRang: self._on_alarm_rang,
             events.LaunchFailed: self._on_launch_failed,
             events.StepLanded: self._on_step_landed,
             events.StepFailed: self._on_step_failed,
@@ -120,9 +122,14 @@ class Scheduler(State):
 
     def _on_launch_possible(self, event: events.LaunchPossible, now: float, actions: list[Action]) -> None:
         if self._is_due(len(self.inflight), self.options.max_inflight):
+            reason: LaunchReason = "landing" if event.has_landed else "depth" if len(self.inflight) else "idle"
             plan = compose(self, now, actions)
             if plan is not None:
-                actions.append(Launch(plan))
+                actions.append(Launch(plan, reason))
+
+    def _on_step_launched(self, event: events.StepLaunched, now: float, actions: list[Action]) -> None: ...
+
+    def _on_alarm_rang(self, event: events.AlarmRang, now: float, actions: list[Action]) -> None: ...
 
     def _on_step_landed(self, event: events.StepLanded, now: float, actions: list[Action]) -> None:
         land(self, event.result, actions)

@@ -3,24 +3,24 @@
 import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from aserve.core import events
-from aserve.core.actions import Action, DeliverTokens, Launch
+from aserve.core.actions import Action, DeliverTokens, Launch, WakeAt
 from aserve.core.admission import Limits, admit, fit_max_tokens
 from aserve.core.ids import SequenceId
 from aserve.core.options import SchedulerOptions
-from aserve.core.plan import BatchPlan
 from aserve.core.request import MAX_STOP_IDS, FinishReason, SamplingParams, SequenceSpec
 from aserve.core.scheduler import Scheduler
 from aserve.engine.deliver import Choice, Deliverer
 from aserve.engine.generation import GenerationRequest
-from aserve.engine.lander import Lander
-from aserve.engine.loop import LaunchLoop
+from aserve.engine.lander import Flying, Lander
+from aserve.engine.loop import LaunchLoop, LoopAlarm, MakeAlarm
 from aserve.engine.options import EngineOptions
 from aserve.engine.permits import Permits
-from aserve.engine.ports import NullObserver, Observer, Runner, RunnerInfo, Tokenizer
+from aserve.engine.ports import NullObserver, Observer, Runner, RunnerInfo, StepLanding, Tokenizer
 from aserve.engine.stream import TokenStream
 from aserve.errors import ConfigError, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
 from aserve.faults import hit
@@ -105,8 +105,11 @@ class Engine:
         *,
         observer: Observer | None = None,
         log: Logger | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        make_alarm: MakeAlarm | None = None,
     ) -> None:
+        """clock: seconds, finer than a step (uvloop's own counts whole milliseconds). make_alarm: what wakes the launch
+        loop at a time that the policy gives, by default the loop's timers (``loop.LoopAlarm``)."""
         info = runner.info
         scheduler_options = scheduler_options or SchedulerOptions(block_size=info.block_size)
         if scheduler_options.block_size != info.block_size:
@@ -125,11 +128,18 @@ class Engine:
         self._runner = runner
         self._observer = observer or NullObserver()
         self._log = log or Logger.silent()
-        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._clock = clock
         self._permits = Permits(self.scheduler.options.max_inflight)
-        self._lander = Lander(self._commit, self._clock)
+        self._lander = Lander(self._commit, self._count_eligible, clock)
         self._launcher = LaunchLoop(
-            self.scheduler, runner, self._permits, self._lander, carry_out=self._carry_out, clock=self._clock
+            self.scheduler,
+            runner,
+            self._permits,
+            self._lander,
+            self._observer,
+            carry_out=self._carry_out,
+            clock=clock,
+            make_alarm=make_alarm or LoopAlarm,
         )
         self._deliverer = Deliverer(
             self.options.fan_out_slice,
@@ -169,14 +179,14 @@ class Engine:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             self._die(error)
+        finally:
+            self._launcher.close()
 
     async def _watch(self) -> None:
         """Raise if the oldest step is overdue: a device that hangs raises nothing by itself."""
-        while True:
-            await asyncio.sleep(min(1.0, self.options.watchdog_s / 4))
-            age_s = self._lander.oldest_age_s()
-            if age_s > self.options.watchdog_s:
-                raise DeviceLost(f"A step has been on the device for {age_s:.1f} s: the device hangs.")
+        while (age_s := self._lander.oldest_age_s()) < self.options.watchdog_s:
+            await asyncio.sleep(self.options.watchdog_s - age_s)  # none is overdue earlier
+        raise DeviceLost(f"A step has been on the device for {age_s:.1f} s: the device hangs.")
 
     def _die(self, error: BaseException) -> None:
         self._death = error
@@ -382,12 +392,18 @@ class Engine:
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            assert not isinstance(action, Launch), "only the launch loop launches"
+            assert not isinstance(action, Launch | WakeAt), "only the launch loop launches"
             self._deliverer.post(action)
 
-    def _commit(self, event: events.StepLanded | events.StepFailed, plan: BatchPlan, seconds: float) -> None:
+    def _count_eligible(self) -> int:
+        return min(len(self.scheduler.ready) + len(self.scheduler.waiting), self.scheduler.options.max_num_seqs)
+
+    def _commit(self, event: events.StepLanded | events.StepFailed, step: Flying, landed_s: float) -> None:
         """One landing: commit, write out first tokens, launch what is due, queue the rest. No await in between."""
-        actions = self.scheduler.handle(event, self._clock())
+        plan, counters = step.launch.plan, self.scheduler.counters
+        num_wasted_before = counters.num_wasted_rows
+        actions = self.scheduler.handle(event, landed_s)
+        num_wasted_rows = counters.num_wasted_rows - num_wasted_before
         self._permits.release()
         assert self._permits.statistics().num_taken == len(self.scheduler.inflight), "permits and core disagree"
         if isinstance(event, events.StepFailed):
@@ -399,9 +415,23 @@ class Engine:
                 rest.append(remaining)
         # Posted before the launch, which may fail and end some of these sequences: their tokens come first.
         self._carry_out(rest)
-        self._launcher.launch_due()
-        num_decode_rows = len(plan.rows)
-        self._observer.step_landed(seconds, num_decode_rows, plan.num_tokens - num_decode_rows)
+        self._launcher.launch_due(landed_s)
+        assert step.started_s is not None, "the oldest step has started"
+        self._observer.step_landed(
+            StepLanding(
+                step=plan.step,
+                launched_s=step.launched_s,
+                started_s=step.started_s,
+                landed_s=landed_s,
+                num_rows=len(plan.rows),
+                num_chunks=len(plan.chunks),
+                num_prefill_tokens=plan.num_tokens - len(plan.rows),
+                num_eligible=step.num_eligible,
+                num_wasted_rows=num_wasted_rows,
+                predicted_s=step.launch.predicted_s,
+                failed=isinstance(event, events.StepFailed),
+            )
+        )
 
     def _on_stop_matched(self, sequence: SequenceId, token_index: int) -> None:
         # The choice has ended by its stop string already: the scheduler's Finish finds nobody, and that is right.

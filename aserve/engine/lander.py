@@ -3,10 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aserve.core import events
+from aserve.core.actions import Launch
 from aserve.core.ids import StepNumber
-from aserve.core.plan import BatchPlan, BatchResult
+from aserve.core.plan import BatchResult
 from aserve.engine.ports import Flight
 from aserve.errors import DeviceLost
 from aserve.faults import hit
@@ -29,45 +31,69 @@ class LostFlight:
         return True
 
 
+@dataclass(slots=True, eq=False)
+class Flying:
+    """A step on its way. started_s, num_eligible: as in ``ports.StepLanding``, from when it is the oldest one."""
+
+    flight: Flight
+    launch: Launch
+    launched_s: float
+    started_s: float | None = None
+    num_eligible: int = 0
+
+
 class Lander:
-    """commit(event, plan, seconds in flight) applies one landing; it may push further flights."""
+    """commit(event, step, landed_s) applies one landing; it may push further flights.
+
+    count_eligible(): sequences that could have a place in a step just now.
+    """
 
     def __init__(
         self,
-        commit: Callable[[events.StepLanded | events.StepFailed, BatchPlan, float], None],
+        commit: Callable[[events.StepLanded | events.StepFailed, Flying, float], None],
+        count_eligible: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
         self._commit = commit
+        self._count_eligible = count_eligible
         self._clock = clock
-        self._flights: deque[tuple[Flight, BatchPlan, float]] = deque()  # bounded by the permits
+        self._flying: deque[Flying] = deque()  # bounded by the permits
         self._has_flights = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._flying)
 
-    def push(self, flight: Flight, plan: BatchPlan) -> None:
-        self._flights.append((flight, plan, self._clock()))
+    def push(self, flight: Flight, launch: Launch, launched_s: float) -> None:
+        self._flying.append(Flying(flight, launch, launched_s))
+        self._start_oldest(launched_s)
         self._has_flights.set()
 
     def oldest_age_s(self) -> float:
         """How long the step that lands next has been in flight, 0 if none is."""
-        return self._clock() - self._flights[0][2] if self._flights else 0.0
+        return self._clock() - self._flying[0].launched_s if self._flying else 0.0
+
+    def _start_oldest(self, now: float) -> None:
+        if self._flying and self._flying[0].started_s is None:
+            self._flying[0].started_s = now
+            self._flying[0].num_eligible = self._count_eligible()
 
     async def run(self) -> None:
         """Land for ever. Raises DeviceLost, which no later step can survive; any other fault fails its step only."""
         while True:
             await self._has_flights.wait()
-            flight, plan, launched_s = self._flights[0]
+            oldest = self._flying[0]
             event: events.StepLanded | events.StepFailed
             try:
                 hit("lander.await")
-                event = events.StepLanded(await flight)
+                event = events.StepLanded(await oldest.flight)
             except DeviceLost:
                 raise
             except Exception as error:
-                event = events.StepFailed(plan.step, f"{type(error).__name__}: {error}")
-            self._flights.popleft()
-            if not self._flights:
+                event = events.StepFailed(oldest.launch.plan.step, f"{type(error).__name__}: {error}")
+            landed_s = self._clock()
+            self._flying.popleft()
+            if not self._flying:
                 self._has_flights.clear()
             hit("lander.commit")
-            self._commit(event, plan, self._clock() - launched_s)
+            self._commit(event, oldest, landed_s)
+            self._start_oldest(landed_s)

@@ -1,5 +1,6 @@
 """The engine's timings as Prometheus metrics."""
 
+from aserve.engine.ports import StepLanding, StepLaunch
 from aserve.obs.metrics import Metrics
 
 
@@ -14,8 +15,10 @@ class MetricsObserver:
         self.inter_token = metrics.inter_token_latency.observe
         self.request_rejected = metrics.rejected.add
 
-    def step_landed(self, seconds: float, num_rows: int, num_prefill_tokens: int) -> None:
-        self._metrics.step_duration.observe(seconds)
+    def step_launched(self, launch: StepLaunch) -> None: ...
+
+    def step_landed(self, landing: StepLanding) -> None:
+        self._metrics.step_duration.observe(landing.landed_s - landing.started_s)
 
     def request_finished(
         self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aserve.core.actions import LaunchReason
 from aserve.core.ids import StepNumber
 from aserve.core.plan import BatchPlan
 
@@ -102,6 +103,66 @@ class Tokenizer(Protocol):
     def decoder(self, *, skip_special_tokens: bool = True) -> TextDecoder: ...
 
 
+class AlarmClock(Protocol):
+    """One ring at a time, on the loop's thread (``device/alarm.py``, or ``loop.LoopAlarm`` where that is missing)."""
+
+    def set(self, delay_s: float) -> None:
+        """Ring once, in ``delay_s``; an earlier setting that has not rung is forgotten."""
+        ...
+
+    def close(self) -> None:
+        """Never ring again. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLaunch:
+    """A step was handed to the device. Times are the engine's clock; a step whose launch raises has a landing alone.
+
+    composed_s: before it was composed. launched_s: after ``Runner.launch`` had returned.
+    num_rows: decode rows. num_chunks, num_prefill_tokens: of prompts. num_inflight: with this one.
+    reason: why now (``core.actions.LaunchReason``).
+    lead_s: predicted device work that was left before this step, when it was composed.
+    predicted_end_s: when the device is thought to be done with this step. Both None where the policy predicts nothing.
+    bubble_s: how long the device had stood idle beside work, 0 behind another step or after a want of work.
+    """
+
+    step: StepNumber
+    composed_s: float
+    launched_s: float
+    num_rows: int
+    num_chunks: int
+    num_prefill_tokens: int
+    num_inflight: int
+    reason: LaunchReason
+    lead_s: float | None
+    predicted_end_s: float | None
+    bubble_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLanding:
+    """A step came back, told of after the launches that its landing led to. Times as in ``StepLaunch``.
+
+    started_s: its launch or the landing before it, whichever was later: when the device began, as far as the host saw.
+    num_eligible: sequences that could have had a place in it at that moment; more than its rows and chunks where some
+    came too late for it. num_wasted_rows: rows of sequences that had ended. predicted_s: time on the device as it was
+    predicted, or None. failed: it never reached the device, or came back with a fault.
+    """
+
+    step: StepNumber
+    launched_s: float
+    started_s: float
+    landed_s: float
+    num_rows: int
+    num_chunks: int
+    num_prefill_tokens: int
+    num_eligible: int
+    num_wasted_rows: int
+    predicted_s: float | None
+    failed: bool
+
+
 class Observer(Protocol):
     """Where the engine's timings go (``obs/metrics.py``), in seconds. Called on the hot path: must be cheap."""
 
@@ -113,7 +174,9 @@ class Observer(Protocol):
         """``num`` tokens came so long after the one before them."""
         ...
 
-    def step_landed(self, seconds: float, num_rows: int, num_prefill_tokens: int) -> None: ...
+    def step_launched(self, launch: StepLaunch) -> None: ...
+
+    def step_landed(self, landing: StepLanding) -> None: ...
 
     def request_rejected(self, reason: str) -> None: ...
 
@@ -131,7 +194,9 @@ class NullObserver:
 
     def inter_token(self, seconds: float, num: int = 1) -> None: ...
 
-    def step_landed(self, seconds: float, num_rows: int, num_prefill_tokens: int) -> None: ...
+    def step_launched(self, launch: StepLaunch) -> None: ...
+
+    def step_landed(self, landing: StepLanding) -> None: ...
 
     def request_rejected(self, reason: str) -> None: ...
 
