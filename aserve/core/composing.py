@@ -1,4 +1,9 @@
-"""A step is composed: decode rows first, then chunks of prompts, and newcomers for both."""
+"""A step is composed: decode rows first, then chunks of prompts, and newcomers for both.
+
+With ``prefill = "mixed"`` a step holds both. Otherwise it holds one kind, and the kinds take turns while both are
+wanted: rows first, and then whichever the newest step did not hold. So a running sequence waits for one step of chunks
+between two tokens, a prompt for one step of rows between two chunks, and neither for more, however many come.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +19,7 @@ from aserve.core.state import State, slot_of
 from aserve.core.transitions import SequenceMove, SequenceState
 
 _EMPTY = np.empty(0, np.int32)
+_NO_SLOTS = np.empty(0, np.intp)
 _NO_WRITES = np.empty((0, 3), np.int32)
 
 
@@ -23,14 +29,10 @@ def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None
     if state.options.force_preempt_every and step % state.options.force_preempt_every == 0:
         preempt_last(state)
     table_writes: list[tuple[int, int, int]] = []
-    slots, num_sat_out = _pick_rows(state, table_writes)
-    budget = state.options.max_num_batched_tokens - len(slots)
-    # While a running row waits for a block, a newcomer must not take it.
-    if not num_sat_out:
-        admit(state, budget, now, actions)
-    picked = _pick_chunks(state, budget)
+    slots, picked = _pick(state, now, table_writes, actions)
     if not len(slots) and not picked:
         return None
+    state.prefill_is_next = not picked
 
     rows, positions = _take_rows(state, slots, step)
     joins: list[Join] = []
@@ -72,20 +74,36 @@ def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None
     return plan
 
 
-def _pick_rows(state: State, table_writes: list[tuple[int, int, int]]) -> tuple[NDArray[np.intp], int]:
-    """Slots with a decode row in this step and a block for it, and how many sat out for want of one."""
+def _pick(
+    state: State, now: float, table_writes: list[tuple[int, int, int]], actions: list[Action]
+) -> tuple[NDArray[np.intp], list[tuple[Sequence, int]]]:
+    """The next step's slots with decode rows, and prompt tokens: (sequence, count)."""
+    budget = state.options.max_num_batched_tokens
+    if state.options.prefill == "mixed":
+        slots = _pick_rows(state, table_writes)
+        return slots, _pick_chunks(state, budget - len(slots), now, actions)
+    if state.prefill_is_next and (picked := _pick_chunks(state, budget, now, actions)):
+        return _NO_SLOTS, picked
+    slots = _pick_rows(state, table_writes)
+    if len(slots) or state.prefill_is_next:
+        return slots, []
+    return slots, _pick_chunks(state, budget, now, actions)
+
+
+def _pick_rows(state: State, table_writes: list[tuple[int, int, int]]) -> NDArray[np.intp]:
+    """Slots with a decode row in this step and a block for it; others sit out for want of one."""
     book = state.slots
     slots = state.ready.decode_slots()
     starved = slots[book.position[slots] >= book.capacity[slots]]
     if not len(starved):
-        return slots, 0
-    num_sat_out = _grow(state, starved, table_writes)
+        return slots
+    _grow(state, starved, table_writes)
     # Growing may have preempted some of the slots picked before.
-    return slots[book.decoding[slots] & (book.position[slots] < book.capacity[slots])], num_sat_out
+    return slots[book.decoding[slots] & (book.position[slots] < book.capacity[slots])]
 
 
-def _grow(state: State, starved: NDArray[np.intp], table_writes: list[tuple[int, int, int]]) -> int:
-    """One more block for each starved slot, in policy order. Returns how many got none."""
+def _grow(state: State, starved: NDArray[np.intp], table_writes: list[tuple[int, int, int]]) -> None:
+    """One more block for each starved slot, in policy order, while there are any."""
     num_sat_out = 0
     owners = [owner for slot in starved.tolist() if (owner := state.slots.owner[slot]) is not None]
     for sequence in sorted(owners, key=lambda sequence: sequence.order):
@@ -105,7 +123,6 @@ def _grow(state: State, starved: NDArray[np.intp], table_writes: list[tuple[int,
         table_writes.append((slot_of(sequence), len(sequence.blocks), blocks[0]))
         sequence.blocks += blocks
         state.slots.capacity[sequence.slot] += state.options.block_size
-    return num_sat_out
 
 
 def _num_coming(state: State) -> int:
@@ -114,8 +131,9 @@ def _num_coming(state: State) -> int:
     return state.ledger.num_coming + held
 
 
-def _pick_chunks(state: State, budget: int) -> list[tuple[Sequence, int]]:
-    """Prompt tokens for this step: (sequence, count), never more than ``budget`` in all."""
+def _pick_chunks(state: State, budget: int, now: float, actions: list[Action]) -> list[tuple[Sequence, int]]:
+    """Prompt tokens for this step, newcomers' too: (sequence, count), never more than ``budget`` in all."""
+    admit(state, budget, now, actions)
     picked: list[tuple[Sequence, int]] = []
     for sequence in state.ready.prefill_order():
         if budget <= 0:

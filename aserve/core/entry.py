@@ -18,9 +18,9 @@ MAX_PREEMPTIONS: Final = 3
 def admit(state: State, budget: int, now: float, actions: list[Action]) -> None:
     """Take sequences from the waiting queue while slots, blocks and this step's budget allow.
 
-    Policy order, with three exceptions: one that waits for blocks that another is writing lets others pass; so does
-    a long prompt while enough long ones prefill; and one too large for the blocks at hand, until it has been passed
-    over for ``prefill_ageing_steps`` steps.
+    The blocks that running rows want next stay theirs. Policy order, with three exceptions: one that waits for blocks
+    that another is writing lets others pass; so does a long prompt while enough long ones prefill; and one too large
+    for the blocks at hand, until it has been passed over for ``prefill_ageing_steps`` steps.
     """
     if not len(state.waiting) or not state.slots.num_free:
         return
@@ -29,6 +29,7 @@ def admit(state: State, budget: int, now: float, actions: list[Action]) -> None:
     lefts = [state.ready.num_prefill_left(sequence) for sequence in state.ready.prefilling()]
     budget -= sum(left for left in lefts if not state.ready.is_long(left))
     num_long = sum(state.ready.is_long(left) for left in lefts)
+    kept = state.watermark + state.slots.num_starved
     too_large: list[Sequence] = []
     # A bound on the scan: beyond it nothing could be admitted in this step anyway, but for a queue of waiters.
     for sequence in list(itertools.islice(state.waiting, 4 * state.options.max_num_seqs)):
@@ -42,7 +43,7 @@ def admit(state: State, budget: int, now: float, actions: list[Action]) -> None:
             continue
         if state.ready.is_long(left) and num_long >= state.options.max_long_partial_prefills:
             continue
-        if not _fits(state, sequence, hits):
+        if not _fits(state, sequence, hits, kept):
             if sequence.num_passed_over >= state.options.prefill_ageing_steps:
                 break
             too_large.append(sequence)
@@ -65,16 +66,17 @@ def _num_blocks(state: State, num_tokens: int) -> int:
     return -(-num_tokens // state.options.block_size)
 
 
-def _fits(state: State, sequence: Sequence, hits: list[PrefixEntry]) -> bool:
+def _fits(state: State, sequence: Sequence, hits: list[PrefixEntry], kept: int) -> bool:
+    """Whether there are blocks for it, and ``kept`` more for those that run."""
     # Hits that are cached count as available until they are taken.
     available = state.ledger.num_available - sum(state.ledger.is_evictable(entry.block) for entry in hits)
     needed = _num_blocks_to_start(state, sequence) - len(hits)
     if not len(state.ready):
-        return needed <= available  # alone, it may have the watermark's blocks too
+        return needed <= available  # alone, it may have those that are kept too
     if sequence.num_preemptions >= MAX_PREEMPTIONS:
         needed = _num_blocks(state, sequence.max_length) - len(hits)
         needed += sum(_num_blocks(state, other.max_length) - len(other.blocks) for other in state.ready)
-    return needed + state.watermark <= available
+    return needed + kept <= available
 
 
 def _start(state: State, sequence: Sequence, hits: list[PrefixEntry], now: float, actions: list[Action]) -> None:

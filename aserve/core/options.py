@@ -26,6 +26,9 @@ class SchedulerOptions:
         "overlap",
         "When to launch: after each landing, with one step queued behind the running one, or up to max_inflight.",
     )
+    prefill: Literal["mixed", "split"] = _option(
+        "mixed", "Prompt chunks beside decode rows in one step, or in steps of their own that take turns with those."
+    )
     queue_order: Literal["fcfs", "priority"] = _option("fcfs", "Order of the waiting queue.")
     enable_prefix_caching: bool = _option(
         True, "Keep the blocks of finished prompts for later requests that share a prefix."

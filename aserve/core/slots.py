@@ -60,6 +60,12 @@ class SlotBook:
     def num_retiring(self) -> int:
         return len(self._retiring)
 
+    @property
+    def num_starved(self) -> int:
+        """Slots whose next decode row needs a block that they do not have."""
+        wants = self.decoding & (self.position >= self.capacity) & (self.position < self.end_position)
+        return int(np.count_nonzero(wants))
+
     def _move(self, slot: int, step: SlotMove) -> None:
         self.state[slot] = move(SLOT, "slot", slot, self.state[slot], step, self._story)
 

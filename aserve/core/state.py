@@ -21,7 +21,8 @@ class State:
 
     num_blocks: KV blocks of the pool. vocab_size bounds the tokens that a landing may bring.
     marked: PREEMPTING, preempted or on the way to parking: newest step not landed. leaves: retired slots that no plan
-    has told the device yet. watermark: blocks that stay free at an admission.
+    has told the device yet. watermark: blocks that stay free at an admission. prefill_is_next: where steps hold either
+    rows or chunks, whose turn it is: theirs that the newest step did not hold.
     """
 
     def __init__(self, options: SchedulerOptions, *, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
@@ -46,6 +47,7 @@ class State:
         self.marked: list[Sequence] = []
         self.leaves: list[Slot] = []
         self.watermark = int(options.watermark * num_blocks)
+        self.prefill_is_next = False
 
     @property
     def landed(self) -> StepNumber:

@@ -1,12 +1,13 @@
 """The ghost hunt: many short requests on a device where every stale or foreign read shows, looking for one wrong token.
 
-    python tests/core/ghost_hunt.py --requests 100000
+    python tests/core/ghost_hunt.py --requests 100000 [--prefill mixed split]
 
 Half of the requests share prefixes, a fifth is aborted in whatever phase it is, the pool holds 30 % of what the running
 sequences want, and steps execute as late and as far out of order as fences allow.
 """
 
 import argparse
+import itertools
 import random
 import sys
 import time
@@ -42,6 +43,7 @@ def hunt(
     *,
     seed: int = 0,
     max_inflight: int = 4,
+    prefill: str = "mixed",
     bugs: DeviceBugs | None = None,
     fail_steps: float = 0.002,
     stop_at_first: bool = False,
@@ -55,6 +57,7 @@ def hunt(
         max_model_len=80,
         max_num_seqs=MAX_NUM_SEQS,
         max_inflight=max_inflight,
+        prefill=prefill,
         watermark=0.02,
         long_prefill_threshold=24,
         checked=False,
@@ -112,14 +115,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prefill", nargs="+", default=["mixed", "split"])
     args = parser.parse_args()
     failed = False
-    for max_inflight in (4, 8):
+    kinds = list(itertools.product(args.prefill, (4, 8)))
+    for prefill, max_inflight in kinds:
         start = time.perf_counter()
-        catch = hunt(args.requests // 2, seed=args.seed, max_inflight=max_inflight)
+        catch = hunt(args.requests // len(kinds), seed=args.seed, max_inflight=max_inflight, prefill=prefill)
         seconds = time.perf_counter() - start
         sys.stdout.write(
-            f"max_inflight {max_inflight}: {catch.num_requests} requests, {catch.num_steps} steps, "
+            f"{prefill}, max_inflight {max_inflight}: {catch.num_requests} requests, {catch.num_steps} steps, "
             f"{catch.num_tokens} tokens, {catch.num_aborted} aborted, {catch.num_failed} failed, "
             f"{catch.num_preemptions} preemptions, {catch.num_prefix_hits} tokens from the cache, "
             f"{len(catch.wrong)} wrong, {seconds:.0f} s\n"

@@ -15,14 +15,14 @@ from aserve.testing import DeviceBugs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_inflight", [4, 8])
-def test_no_ghosts(max_inflight):
+@pytest.mark.parametrize(("prefill", "max_inflight"), [("mixed", 4), ("mixed", 8), ("split", 8)])
+def test_no_ghosts(prefill, max_inflight):
     """Thousands of requests with shared prefixes, aborts, failures and preemptions: not one wrong token."""
-    catch = hunt(3000, seed=max_inflight, max_inflight=max_inflight)
+    catch = hunt(2000, seed=max_inflight, max_inflight=max_inflight, prefill=prefill)
 
     assert catch.wrong == []
-    assert catch.num_requests == 3000
-    assert min(catch.num_aborted, catch.num_failed, catch.num_preemptions, catch.num_prefix_hits) > 50
+    assert catch.num_requests == 2000
+    assert min(catch.num_aborted, catch.num_failed, catch.num_preemptions, catch.num_prefix_hits) > 20
 
 
 def hash_at_launch(monkeypatch):

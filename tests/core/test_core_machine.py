@@ -34,6 +34,7 @@ FAMILIES = {
     "overlap": {"policy": "overlap"},
     "deep": {"policy": "eager", "max_inflight": 8},
     "host sampler": {"policy": "eager", "sampler": "host"},
+    "split": {"policy": "eager", "prefill": "split"},
     "collisions": {"policy": "eager", "hash_bits": 1},
 }
 
