@@ -15,9 +15,9 @@ from aserve.obs.metrics import Histogram
 
 WINDOW: Final = 3000
 """Samples that the statistics look back on: a minute at 20 ms."""
-IDLE_FACTOR: Final = 10
-"""So many times as long as the interval passes between two samples of an idle loop: waking up for one costs 0.1 ms,
-which at 20 ms was most of what an idle server took, 0.6 % of a core."""
+IDLE_FACTOR: Final = 25
+"""So many times as long as the interval passes between two samples of an idle loop: waking up for one costs 0.1 to
+0.7 ms of CPU, which at 20 ms was most of what an idle server took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

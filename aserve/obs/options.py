@@ -31,5 +31,5 @@ class MetricsOptions:
     )
     process: bool = _option(True, "Report memory, CPU time and open files of the process.")
     loop_lag_interval_ms: int = _option(
-        20, "How often the lateness of the event loop is sampled, a tenth as often while idle; 0 is never."
+        20, "How often the lateness of the event loop is sampled, 25 times as rarely while idle; 0 is never."
     )
