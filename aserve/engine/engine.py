@@ -184,9 +184,11 @@ class Engine:
 
     async def _watch(self) -> None:
         """Raise if the oldest step is overdue: a device that hangs raises nothing by itself."""
-        while (age_s := self._lander.oldest_age_s()) < self.options.watchdog_s:
+        while True:
+            age_s = self._lander.oldest_age_s()
+            if age_s >= self.options.watchdog_s:
+                raise DeviceLost(f"A step has been on the device for {age_s:.1f} s: the device hangs.")
             await asyncio.sleep(self.options.watchdog_s - age_s)  # none is overdue earlier
-        raise DeviceLost(f"A step has been on the device for {age_s:.1f} s: the device hangs.")
 
     def _die(self, error: BaseException) -> None:
         self._death = error
