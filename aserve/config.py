@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from aserve import faults
-from aserve.core.options import SchedulerOptions
+from aserve.core.options import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, SchedulerOptions
 from aserve.engine.options import EngineOptions
 from aserve.errors import ConfigError
 from aserve.model.options import ModelOptions
@@ -90,7 +90,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "limits.num_workers": (1, 64),
         "limits.max_pending_work": (1, 1 << 16),
         "scheduler.max_num_seqs": (1, 4096),
-        "scheduler.max_num_batched_tokens": (1, 1 << 20),
+        "scheduler.max_num_batched_tokens": (0, 1 << 20),
         "scheduler.max_model_len": (0, 1 << 24),
         "scheduler.block_size": (1, 1024),
         "scheduler.num_blocks": (0, 1 << 30),
@@ -155,6 +155,19 @@ class Config:
             yield Setting(
                 name=option.name, value=shown, origin=self.origins.get(option.name, "default"), help=option.help
             )
+
+    def on(self, device: Literal["CPU", "GPU"]) -> "Config":
+        """With the token budget that this device takes where it is left open; the origin then says so."""
+        if self.scheduler.max_num_batched_tokens:
+            return self
+        name = "scheduler.max_num_batched_tokens"
+        usual = GPU_BATCHED_TOKENS if device == "GPU" else CPU_BATCHED_TOKENS
+        origin = f"{self.origins.get(name, 'default')} (0), decided for this {device}"
+        return dataclasses.replace(
+            self,
+            scheduler=self.scheduler.with_token_budget(usual),
+            origins=MappingProxyType({**self.origins, name: origin}),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,11 +450,11 @@ def _check_together(config: Config) -> None:
     scheduler = config.scheduler
     if 0 < scheduler.num_blocks < 8:
         raise ConfigError(f"scheduler.num_blocks: {scheduler.num_blocks} is too few; at least 8, or 0 for automatic.")
-    least = scheduler.max_num_seqs + scheduler.block_size
-    if scheduler.max_num_batched_tokens < least:
+    least = scheduler.min_batched_tokens
+    if 0 < scheduler.max_num_batched_tokens < least:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens: {scheduler.max_num_batched_tokens} is too few; "
-            f"a step must hold max_num_seqs + block_size = {least} tokens."
+            f"a step must hold max_num_seqs + block_size = {least} tokens; 0 is automatic."
         )
 
 

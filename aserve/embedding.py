@@ -149,11 +149,9 @@ class Engine:
     ) -> "Engine":
         """An engine over a device of the caller's, such as ``aserve.testing.ScriptedRunner``; it closes the runner."""
         info = runner.info
-        least = info.max_num_seqs + info.block_size
         keywords = {
             "scheduler.max_num_seqs": info.max_num_seqs,
             "scheduler.block_size": info.block_size,
-            "scheduler.max_num_batched_tokens": max(Config().scheduler.max_num_batched_tokens, least),
         } | _checked(keywords)
         parts = Parts(
             name=info.model_name,

@@ -106,6 +106,7 @@ def _log_model(log: Log, config: Config, source: ModelSource, info: RunnerInfo) 
         device=info.device,
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         kv_cache_mib=round(num_pool_tokens * info.kv_bytes_per_token / 2**20),

@@ -268,9 +268,28 @@ def test_options_that_need_each_other() -> None:
     assert mistake(command_line=given_on_command_line(scheduler__num_blocks="7")) == (
         "scheduler.num_blocks: 7 is too few; at least 8, or 0 for automatic."
     )
-    assert mistake(command_line=given_on_command_line(scheduler__max_num_seqs="600")) == (
-        "scheduler.max_num_batched_tokens: 512 is too few; a step must hold max_num_seqs + block_size = 632 tokens."
+    too_few = given_on_command_line(scheduler__max_num_seqs="600", scheduler__max_num_batched_tokens="512")
+    assert mistake(command_line=too_few) == (
+        "scheduler.max_num_batched_tokens: 512 is too few; a step must hold max_num_seqs + block_size = 632 tokens; "
+        "0 is automatic."
     )
+
+
+@pytest.mark.parametrize(("max_num_seqs", "on_cpu", "on_gpu"), [(64, 512, 1024), (600, 632, 1024), (1000, 1032, 1032)])
+def test_the_device_decides_the_token_budget(max_num_seqs: int, on_cpu: int, on_gpu: int) -> None:
+    """Unless somebody sets it; a step holds every row and a block. The origin names the device."""
+    config = load_config(keywords={"scheduler.max_num_seqs": max_num_seqs})
+    (setting,) = [each for each in config.on("GPU").settings() if each.name == "scheduler.max_num_batched_tokens"]
+
+    assert config.on("CPU").scheduler.max_num_batched_tokens == on_cpu
+    assert (setting.value, setting.origin) == (str(on_gpu), "default (0), decided for this GPU")
+
+
+def test_a_token_budget_that_is_set_is_no_devices_business() -> None:
+    """Neither the value nor its origin changes."""
+    config = load_config(command_line=given_on_command_line(scheduler__max_num_batched_tokens="700"))
+
+    assert config.on("GPU") is config
 
 
 def test_secrets_are_not_shown() -> None:

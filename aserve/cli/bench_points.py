@@ -123,7 +123,8 @@ class Points:
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self._engine = engine
-        self._budget = config.scheduler.max_num_batched_tokens
+        options = config.scheduler.with_token_budget(engine.info.max_num_batched_tokens)
+        self._budget = options.max_num_batched_tokens
         self._random = np.random.default_rng(0)
 
     def possible(self) -> tuple[list[int], list[int], list[str]]:

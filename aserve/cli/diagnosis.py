@@ -48,12 +48,16 @@ class Problem:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """Facts by section, as name -> value for people, and the problems in the order in which they were found."""
+    """Facts by section, as name -> value for people, and the problems in the order in which they were found.
+
+    device: where the model would run.
+    """
 
     machine: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     model: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    device: Literal["CPU", "GPU"] = "CPU"
 
     @property
     def can_serve(self) -> bool:
@@ -158,10 +162,11 @@ def _look_at_gpu(found: Diagnosis, config: Config) -> None:
     try:
         import torch
 
-        from aserve.model.runner import has_gpu
+        from aserve.model.runner import has_gpu, may_use_gpu
     except Exception:  # reported with the packages
         return
     if has_gpu():
+        found.device = "GPU" if may_use_gpu(config.model) else "CPU"
         free, total = torch.cuda.mem_get_info(0)
         found.machine["GPU"] = f"{torch.cuda.get_device_name(0)}, {_gib(free)} of {_gib(total)} free"
         return

@@ -37,6 +37,7 @@ def run(args: Namespace) -> int:
     from aserve.cli.diagnosis import diagnose  # numpy and the model's layers, which --help does without
 
     found = diagnose(config, os.environ, load=args.load)
+    config = config.on(found.device)
     if mistake:
         found.error(f"{mistake} (The rest of this report is about the defaults.)")
     sys.stdout.write(as_json(config, found) if args.json else "\n".join(as_text(config, found)) + "\n")
@@ -76,11 +77,11 @@ def as_text(config: Config, found: "Diagnosis") -> Iterator[str]:
             yield f"      {row['reason']}"
         yield ""
     settings = list(config.settings())
-    num_set = sum(setting.origin != "default" for setting in settings)
+    num_set = sum(not setting.origin.startswith("default") for setting in settings)
     yield f"configuration ({num_set} of {len(settings)} options are set; origin at the right)"
     width = max(len(f"{setting.name} = {setting.value}") for setting in settings)
     for setting in settings:
-        mark = " " if setting.origin == "default" else "*"
+        mark = " " if setting.origin.startswith("default") else "*"
         yield f"{mark} {f'{setting.name} = {setting.value}':<{width}}  {setting.origin}"
     yield ""
     if not found.problems:

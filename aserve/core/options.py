@@ -1,7 +1,12 @@
 """The scheduler's options, with defaults and a sentence each; the top-level configuration is composed of these."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+CPU_BATCHED_TOKENS: Final = 512
+GPU_BATCHED_TOKENS: Final = 1024
+"""Token budget of a step where nobody sets one. On an H200, 64 and 256 streams, 1,024 gave more tokens a second than
+512 with 1B and with 8B, and shorter waits than 2,048."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -10,11 +15,14 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """Section ``[scheduler]``. Where ``num_blocks`` or ``max_model_len`` is 0, the model's side decides at start."""
+    """Section ``[scheduler]``. Where ``num_blocks``, ``max_model_len`` or ``max_num_batched_tokens`` is 0, the model's
+    side decides at start."""
 
     max_num_seqs: int = _option(64, "Sequences that run at once: rows of the slot table.")
     max_num_batched_tokens: int = _option(
-        512, "Token budget of a step; decode rows first, prompt chunks fill the rest."
+        0,
+        "Token budget of a step; decode rows first, prompt chunks fill the rest; "
+        f"0 is {CPU_BATCHED_TOKENS} on a CPU, {GPU_BATCHED_TOKENS} on a GPU.",
     )
     max_model_len: int = _option(
         0, "Longest prompt plus output in tokens; 0 takes the model's own, cut to the KV pool."
@@ -49,3 +57,14 @@ class SchedulerOptions:
     check_invariants_every: int = _option(
         0, "Recount all state every N landings and when idle; for debugging, 0 is off."
     )
+
+    @property
+    def min_batched_tokens(self) -> int:
+        """What a step must hold: a row of every sequence, and a block of somebody's prompt."""
+        return self.max_num_seqs + self.block_size
+
+    def with_token_budget(self, usual: int = 0) -> "SchedulerOptions":
+        """With a number in place of max_num_batched_tokens = 0: ``usual`` (0: a CPU's), or what a step must hold."""
+        if self.max_num_batched_tokens:
+            return self
+        return replace(self, max_num_batched_tokens=max(usual or CPU_BATCHED_TOKENS, self.min_batched_tokens))

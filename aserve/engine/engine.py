@@ -20,7 +20,16 @@ from aserve.engine.lander import Flying, Lander
 from aserve.engine.loop import LaunchLoop, LoopAlarm, MakeAlarm
 from aserve.engine.options import EngineOptions
 from aserve.engine.permits import Permits
-from aserve.engine.ports import NullObserver, Observer, Runner, RunnerInfo, StepLanding, Tokenizer
+from aserve.engine.ports import (
+    NullObserver,
+    Observer,
+    RequestMove,
+    RequestPhase,
+    Runner,
+    RunnerInfo,
+    StepLanding,
+    Tokenizer,
+)
 from aserve.engine.stream import TokenStream
 from aserve.errors import ConfigError, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
 from aserve.faults import hit
@@ -120,7 +129,7 @@ class Engine:
         self.info: RunnerInfo = info
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            scheduler_options,
+            scheduler_options.with_token_budget(info.max_num_batched_tokens),
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -336,6 +345,16 @@ class Engine:
                 is_plain=request.params.logprobs is None and request.params.prompt_logprobs is None,
             )
             self.scheduler.handle(events.SequenceSubmitted(spec), now)
+            self._observer.request_moved(
+                RequestMove(
+                    sequence=spec.id,
+                    request_id=request.request_id,
+                    index=index,
+                    phase="queued",
+                    at_s=now,
+                    num_tokens=len(spec.prompt),
+                )
+            )
         self._launcher.wake()
         return stream
 
@@ -360,17 +379,22 @@ class Engine:
     # --- what a stream's reader does (``stream.StreamOwner``)
 
     def stream_stalled(self, stream: TokenStream) -> None:
-        self._tell_scheduler(stream, events.ReaderStalled)
+        self._tell_scheduler(stream, events.ReaderStalled, "parked")
 
     def stream_caught_up(self, stream: TokenStream) -> None:
-        self._tell_scheduler(stream, events.ReaderCaughtUp)
+        self._tell_scheduler(stream, events.ReaderCaughtUp, "queued")
 
     def _tell_scheduler(
-        self, stream: TokenStream, event: type[events.ReaderStalled] | type[events.ReaderCaughtUp]
+        self,
+        stream: TokenStream,
+        event: type[events.ReaderStalled] | type[events.ReaderCaughtUp],
+        phase: RequestPhase,
     ) -> None:
         call = self._calls.get(stream.request_id)
+        now = self._clock()
         for sequence in call.sequences if call is not None else ():
-            self._carry_out(self.scheduler.handle(event(sequence), self._clock()))
+            self._carry_out(self.scheduler.handle(event(sequence), now))
+            self._deliverer.note_move(sequence, phase, now)
         self._launcher.wake()
 
     def stream_given_up(self, stream: TokenStream) -> None:
@@ -417,6 +441,7 @@ class Engine:
                 rest.append(remaining)
         # Posted before the launch, which may fail and end some of these sequences: their tokens come first.
         self._carry_out(rest)
+        committed_s = self._clock()
         self._launcher.launch_due(landed_s)
         assert step.started_s is not None, "the oldest step has started"
         self._observer.step_landed(
@@ -425,6 +450,7 @@ class Engine:
                 launched_s=step.launched_s,
                 started_s=step.started_s,
                 landed_s=landed_s,
+                committed_s=committed_s,
                 num_rows=len(plan.rows),
                 num_chunks=len(plan.chunks),
                 num_prefill_tokens=plan.num_tokens - len(plan.rows),
@@ -445,6 +471,17 @@ class Engine:
         now, request, stream = self._clock(), choice.request, choice.stream
         first_token_s = None if choice.first_token_s is None else choice.first_token_s - stream.timings.submitted_s
         self._observer.request_finished(reason, now - stream.timings.submitted_s, first_token_s, choice.num_output)
+        self._observer.request_moved(
+            RequestMove(
+                sequence=choice.sequence,
+                request_id=request.request_id,
+                index=choice.index,
+                phase="ended",
+                at_s=now,
+                num_tokens=choice.num_output,
+                finish_reason=reason,
+            )
+        )
         call = self._calls[request.request_id]
         if all(sequence not in self._deliverer.choices for sequence in call.sequences):
             if call.deadline is not None:

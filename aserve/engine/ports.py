@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from aserve.core.actions import LaunchReason
-from aserve.core.ids import StepNumber
+from aserve.core.ids import SequenceId, StepNumber
 from aserve.core.plan import BatchPlan
 
 
@@ -13,7 +13,8 @@ from aserve.core.plan import BatchPlan
 class RunnerInfo:
     """What the device side decided at start. num_blocks: KV blocks that the ledger may hand out (ids 1..num_blocks).
 
-    max_model_len: already cut to the pool. eos_ids: the model's end-of-sequence ids. device: for people, such as
+    max_model_len: already cut to the pool. max_num_batched_tokens: of a step, where the options leave it to the device;
+    0 is a CPU's usual number. eos_ids: the model's end-of-sequence ids. device: for people, such as
     "cpu, bfloat16, 2 threads". weight_bytes and kv_bytes_per_token serve statistics only.
     """
 
@@ -24,6 +25,7 @@ class RunnerInfo:
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    max_num_batched_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
@@ -119,7 +121,7 @@ class AlarmClock(Protocol):
 class StepLaunch:
     """A step was handed to the device. Times are the engine's clock; a step whose launch raises has a landing alone.
 
-    composed_s: before it was composed. launched_s: after ``Runner.launch`` had returned.
+    composed_s: before it was composed. handed_s: before ``Runner.launch``. launched_s: after that had returned.
     num_rows: decode rows. num_chunks, num_prefill_tokens: of prompts. num_inflight: with this one.
     reason: why now (``core.actions.LaunchReason``).
     lead_s: predicted device work that was left before this step, when it was composed.
@@ -129,6 +131,7 @@ class StepLaunch:
 
     step: StepNumber
     composed_s: float
+    handed_s: float
     launched_s: float
     num_rows: int
     num_chunks: int
@@ -145,6 +148,7 @@ class StepLanding:
     """A step came back, told of after the launches that its landing led to. Times as in ``StepLaunch``.
 
     started_s: its launch or the landing before it, whichever was later: when the device began, as far as the host saw.
+    committed_s: after its tokens were with delivery, first ones with their readers, and before launches that are due.
     num_eligible: sequences that could have had a place in it at that moment; more than its rows and chunks where some
     came too late for it. num_wasted_rows: rows of sequences that had ended. predicted_s: time on the device as it was
     predicted, or None. failed: it never reached the device, or came back with a fault.
@@ -154,6 +158,7 @@ class StepLanding:
     launched_s: float
     started_s: float
     landed_s: float
+    committed_s: float
     num_rows: int
     num_chunks: int
     num_prefill_tokens: int
@@ -161,6 +166,28 @@ class StepLanding:
     num_wasted_rows: int
     predicted_s: float | None
     failed: bool
+
+
+RequestPhase = Literal["queued", "prefill", "decode", "parked", "ended"]
+"""Where a sequence is: waiting for its first step or for another one after a preemption; computing its prompt, or prompt
+and output again; decoding; off the device while its reader lags; over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMove:
+    """A sequence of a request got into ``phase``. Preempted ones are told of when they prefill again.
+
+    index: of the choice. num_tokens: of the prompt where it is queued for the first time, of those found in the prefix
+    cache where it prefills, of the output where it has ended; else 0. finish_reason: where it has ended.
+    """
+
+    sequence: SequenceId
+    request_id: str
+    index: int
+    phase: RequestPhase
+    at_s: float
+    num_tokens: int = 0
+    finish_reason: str = ""
 
 
 class Observer(Protocol):
@@ -177,6 +204,14 @@ class Observer(Protocol):
     def step_launched(self, launch: StepLaunch) -> None: ...
 
     def step_landed(self, landing: StepLanding) -> None: ...
+
+    def delivered(self, start_s: float, end_s: float, num_tokens: int) -> None:
+        """One slice of delivery, between two turns of the loop."""
+        ...
+
+    def request_moved(self, move: RequestMove) -> None:
+        """Some four times for each sequence, the last one "ended"."""
+        ...
 
     def request_rejected(self, reason: str) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from aserve import faults
-from aserve.core.options import SchedulerOptions
+from aserve.core.options import GPU_BATCHED_TOKENS, SchedulerOptions
 from aserve.device import memory
 from aserve.device.graphs import CudaDevice
 from aserve.engine.ports import RunnerInfo
@@ -39,6 +39,7 @@ def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder:
     """As ``runner.load_runner``, for the first CUDA device. Blocks for seconds. Raises ModelError."""
     faults.hit("runner.load")
     config = ModelConfig.from_folder(folder)
+    scheduler = scheduler.with_token_budget(GPU_BATCHED_TOKENS)
     _check(options, scheduler, config)
     try:
         return _load(options, scheduler, folder, config)
@@ -110,6 +111,7 @@ def _load(options: ModelOptions, scheduler: SchedulerOptions, folder: Path, conf
                 num_blocks=size.num_blocks,
                 block_size=scheduler.block_size,
                 max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
                 eos_ids=config.eos_ids,
                 weight_bytes=decoder.weight_bytes,
                 kv_bytes_per_token=decoder.kv_shape.bytes_per_token,

@@ -330,7 +330,7 @@ def load_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path
 
     device = auto takes CUDA where torch finds a GPU that can run this model. Raises ModelError.
     """
-    if options.device == "cuda" or (options.device == "auto" and has_gpu() and _suits_gpu(options, folder)):
+    if may_use_gpu(options) and (options.device == "cuda" or ModelConfig.from_folder(folder).decoder is not None):
         if not has_gpu():
             raise ModelError("model.device is cuda, but torch finds no CUDA device, or Triton is not installed.")
         from aserve.model.cuda_start import load_cuda_runner  # Triton, which only comes with CUDA builds of torch
@@ -344,8 +344,9 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
-def _suits_gpu(options: ModelOptions, folder: Path) -> bool:
-    return options.quantization != "int8" and ModelConfig.from_folder(folder).decoder is not None
+def may_use_gpu(options: ModelOptions) -> bool:
+    """Whether the options ask for a GPU, or leave it open and there is one."""
+    return options.device == "cuda" or (options.device == "auto" and options.quantization != "int8" and has_gpu())
 
 
 def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CpuRunner:
@@ -359,6 +360,7 @@ def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: 
         raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
     if options.dtype == "float16":
         raise ModelError("model.dtype = float16 is for GPUs: take bfloat16 or float32 on a CPU.")
+    scheduler = scheduler.with_token_budget()
     threads.prepare_process()
     num_threads = options.threads or threads.default_num_threads(threads.usable_cores())
     device = DeviceThread("aserve-device", setup=lambda: torch.set_num_threads(num_threads))
@@ -414,6 +416,7 @@ def _load(
         num_blocks=size.num_blocks,
         block_size=scheduler.block_size,
         max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         eos_ids=config.eos_ids,
         weight_bytes=model.weight_bytes,
         kv_bytes_per_token=kv_shape.bytes_per_token,
