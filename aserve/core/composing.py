@@ -3,33 +3,44 @@
 With ``prefill = "mixed"`` a step holds both. Otherwise it holds one kind, and the kinds take turns while both are
 wanted: rows first, and then whichever the newest step did not hold. So a running sequence waits for one step of chunks
 between two tokens, a prompt for one step of rows between two chunks, and neither for more, however many come.
+
+With ``"streams"`` the steps of either kind are on a stream of their own, and nothing orders a step of one behind one of
+the other but its landing. So a sequence's first decode row is launched after its last chunk has landed. (Were it
+launched before, with an event to wait for, all rows of that step would wait for the chunk with it.) A prefix hit takes
+blocks that have landed by definition. Slots and blocks change hands behind the fence, which both streams have to pass;
+a slot's leave waits for it too, and goes the way that the next join will come.
 """
+
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aserve.core.actions import Action
 from aserve.core.entry import admit
-from aserve.core.ids import StepNumber
+from aserve.core.ids import Slot, StepNumber
 from aserve.core.inflight import InflightStep
 from aserve.core.leaving import preempt, preempt_last
-from aserve.core.plan import BatchPlan, Chunk, Join
+from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM, BatchPlan, Chunk, Join
 from aserve.core.sequence import Sequence
 from aserve.core.state import State, slot_of
-from aserve.core.transitions import SequenceMove, SequenceState
+from aserve.core.transitions import SequenceMove, SequenceState, SlotState
 
 _EMPTY = np.empty(0, np.int32)
 _NO_SLOTS = np.empty(0, np.intp)
 _NO_WRITES = np.empty((0, 3), np.int32)
 
 
-def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None:
-    """The next step's plan, which is in flight from here on; None if there is nothing to compute. Admits newcomers."""
+def compose(state: State, streams: Collection[int], now: float, actions: list[Action]) -> BatchPlan | None:
+    """The next step's plan, which is in flight from here on; None if there is nothing to compute. Admits newcomers.
+
+    streams: on which of them a step is due.
+    """
     step = StepNumber(state.newest_step + 1)
     if state.options.force_preempt_every and step % state.options.force_preempt_every == 0:
         preempt_last(state)
     table_writes: list[tuple[int, int, int]] = []
-    slots, picked = _pick(state, now, table_writes, actions)
+    slots, picked = _pick(state, streams, now, table_writes, actions)
     if not len(slots) and not picked:
         return None
     state.prefill_is_next = not picked
@@ -46,7 +57,8 @@ def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None
     on_host = state.options.sampler == "host"
     plan = BatchPlan(
         step=step,
-        leaves=np.array(state.leaves, np.int32),
+        stream=_stream_of(state, is_prefill=bool(picked)),
+        leaves=np.array(_take_leaves(state, is_prefill=bool(picked)), np.int32),
         joins=tuple(joins),
         table_writes=np.array(table_writes, np.int32).reshape(-1, 3),
         token_writes=np.column_stack((decode_rows, state.slots.last_token[slots])) if on_host else _NO_WRITES,
@@ -55,7 +67,6 @@ def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None
         deferred=np.full(len(rows), on_host, np.bool_),
         logprobs_k=int(state.slots.logprobs_k[row_slots].max(initial=-1)) if state.slots.num_with_logprobs else -1,
     )
-    state.leaves.clear()
     state.newest_step = step
     record = InflightStep(
         plan=plan,
@@ -74,20 +85,35 @@ def compose(state: State, now: float, actions: list[Action]) -> BatchPlan | None
     return plan
 
 
+def _stream_of(state: State, *, is_prefill: bool) -> int:
+    return PREFILL_STREAM if is_prefill and state.options.prefill == "streams" else MAIN_STREAM
+
+
+def _take_leaves(state: State, *, is_prefill: bool) -> list[Slot]:
+    """Leaves for this step's plan."""
+    leaves = state.leaves
+    if state.options.prefill == "streams":
+        leaves = [slot for slot in leaves if is_prefill and state.slots.state[slot] is not SlotState.RETIRING]
+    state.leaves = [slot for slot in state.leaves if slot not in leaves]
+    return leaves
+
+
 def _pick(
-    state: State, now: float, table_writes: list[tuple[int, int, int]], actions: list[Action]
+    state: State, streams: Collection[int], now: float, table_writes: list[tuple[int, int, int]], actions: list[Action]
 ) -> tuple[NDArray[np.intp], list[tuple[Sequence, int]]]:
     """The next step's slots with decode rows, and prompt tokens: (sequence, count)."""
     budget = state.options.max_num_batched_tokens
     if state.options.prefill == "mixed":
         slots = _pick_rows(state, table_writes)
         return slots, _pick_chunks(state, budget - len(slots), now, actions)
-    if state.prefill_is_next and (picked := _pick_chunks(state, budget, now, actions)):
-        return _NO_SLOTS, picked
-    slots = _pick_rows(state, table_writes)
-    if len(slots) or state.prefill_is_next:
-        return slots, []
-    return slots, _pick_chunks(state, budget, now, actions)
+    for is_prefill in (state.prefill_is_next, not state.prefill_is_next):
+        if _stream_of(state, is_prefill=is_prefill) not in streams:
+            continue
+        if not is_prefill and len(slots := _pick_rows(state, table_writes)):
+            return slots, []
+        if is_prefill and (picked := _pick_chunks(state, budget, now, actions)):
+            return _NO_SLOTS, picked
+    return _NO_SLOTS, []
 
 
 def _pick_rows(state: State, table_writes: list[tuple[int, int, int]]) -> NDArray[np.intp]:
@@ -189,7 +215,7 @@ def _take_chunk(
     book.last_step[slot] = step
     if last:
         sequence.move(SequenceMove.PREFILL_LAUNCHED, state.story)
-        book.decoding[slot] = True
+        book.decoding[slot] = state.options.prefill != "streams"
         book.num_unlanded[slot] = 1
     return Chunk(
         slot=slot,

@@ -1,4 +1,4 @@
-"""Stage 4: launched steps that have not landed, in launch order."""
+"""Stage 4: launched steps that have not landed. Each stream's land in launch order, two streams' as they come."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from aserve.core.ids import StepNumber
+from aserve.core.ids import NO_STEP, StepNumber
 from aserve.core.plan import BatchPlan
 from aserve.core.sequence import Sequence
 
@@ -41,6 +41,7 @@ class Inflight:
 
     max_inflight: int
     _steps: OrderedDict[StepNumber, InflightStep] = field(default_factory=OrderedDict)
+    _newest: StepNumber = NO_STEP
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -48,15 +49,25 @@ class Inflight:
     def __iter__(self) -> Iterator[InflightStep]:
         return iter(self._steps.values())
 
+    @property
+    def landed(self) -> StepNumber:
+        """The highest k such that every step up to k has landed, whatever its stream."""
+        return StepNumber(next(iter(self._steps)) - 1) if self._steps else self._newest
+
+    def num_on(self, stream: int) -> int:
+        return sum(step.plan.stream == stream for step in self)
+
     def push(self, step: InflightStep) -> None:
         assert len(self._steps) < self.max_inflight, "more steps than permits"
         self._steps[step.plan.step] = step
+        self._newest = step.plan.step
 
     def get(self, step: StepNumber) -> InflightStep:
         return self._steps[step]
 
     def pop(self, step: StepNumber) -> InflightStep:
-        """The oldest step; any other is a lander that commits out of order."""
-        oldest = next(iter(self._steps))
+        """The oldest step of its stream; any other is a lander that commits out of order."""
+        landing = self._steps[step]
+        oldest = next(each.plan.step for each in self if each.plan.stream == landing.plan.stream)
         assert step == oldest, f"step {step} landed before step {oldest}"
         return self._steps.pop(step)

@@ -1,4 +1,8 @@
-"""A step lands, or fails: what it brought is committed, delivered, and whoever it ended is finished."""
+"""A step lands, or fails: what it brought is committed, delivered, and whoever it ended is finished.
+
+What a step brought counts as soon as it lands. What it held back, blocks and slots behind their fences, goes when every
+step before it has landed too, on any stream.
+"""
 
 from bisect import bisect_left
 
@@ -11,11 +15,12 @@ from aserve.core.plan import BatchResult, Chunk, Logprobs
 from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
 from aserve.core.state import State
+from aserve.core.transitions import SequenceState
 from aserve.core.verdicts import judge
 
 
 def land(state: State, result: BatchResult, actions: list[Action]) -> None:
-    """Commit what the oldest step in flight brought."""
+    """Commit what the oldest step in flight of a stream brought."""
     step = _pop_landed(state, result.step)
     for index, logprobs in result.prompt_logprobs:
         _deliver_prompt_logprobs(state, step.chunks[index], step.plan.chunks[index], logprobs, actions)
@@ -23,6 +28,8 @@ def land(state: State, result: BatchResult, actions: list[Action]) -> None:
         if not sequence.is_over:
             state.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
             state.sharing.publish(sequence)
+            if chunk.last and sequence.state is SequenceState.DECODING:
+                state.slots.decoding[chunk.slot] = True
     for end in _accept_tokens(state, step, result, actions):
         finish(state, state.sequences[end.sequence], end.reason, actions, end.stop_token, end.detail)
     _after_landing(state)
@@ -48,8 +55,8 @@ def _pop_landed(state: State, number: StepNumber) -> InflightStep:
     step = state.inflight.pop(number)
     if step.reads is not None:
         check_reads(state, step)
-    state.ledger.advance(number)
-    state.slots.advance(number)
+    state.ledger.advance(state.inflight.landed)
+    state.slots.advance(state.inflight.landed)
     return step
 
 

@@ -34,8 +34,10 @@ class SchedulerOptions:
         "overlap",
         "When to launch: after each landing, with one step queued behind the running one, or up to max_inflight.",
     )
-    prefill: Literal["mixed", "split"] = _option(
-        "mixed", "Prompt chunks beside decode rows in one step, or in steps of their own that take turns with those."
+    prefill: Literal["mixed", "split", "streams"] = _option(
+        "mixed",
+        "Prompt chunks beside decode rows in one step; in steps of their own that take turns with those; or, on a GPU, "
+        "in steps on a second stream, at the same time.",
     )
     queue_order: Literal["fcfs", "priority"] = _option("fcfs", "Order of the waiting queue.")
     enable_prefix_caching: bool = _option(

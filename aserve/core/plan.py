@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 from aserve.core.ids import Epoch, Slot, StepNumber
 from aserve.core.request import SamplingParams
 
+MAIN_STREAM: Final = 0
+PREFILL_STREAM: Final = 1
+"""Where ``prefill = "streams"``, steps of chunks; those of decode rows, and all others, are on the main one."""
+
 FLAG_DONE: Final = 1
 """The device saw a stop id or the length limit in this row's token, or the row was done before."""
 FLAG_INVALID: Final = 2
@@ -66,6 +70,8 @@ class Chunk:
 class BatchPlan:
     """One step. Applied in this order: leaves, joins, table writes, token writes, then rows and chunks together.
 
+    stream: steps of one stream run in launch order, those of two at once and in any order: what one touches (slots,
+    blocks that it writes), none of another touches before it has landed.
     leaves: int32 [n], slots whose owner is gone. table_writes: int32 [n, 3] of (slot, index, block).
     token_writes: int32 [n, 3] of (slot, position, token), tokens that the host sampled for the slot's next row.
     rows: int32 [n, 2] of (slot, position): computes the token at ``position`` and samples the one after it.
@@ -74,7 +80,7 @@ class BatchPlan:
     """
 
     step: StepNumber
-    stream: int = 0
+    stream: int = MAIN_STREAM
     leaves: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     joins: tuple[Join, ...] = ()
     table_writes: NDArray[np.int32] = field(default_factory=lambda: _empty(3))

@@ -15,6 +15,7 @@ from aserve.core.ids import Slot
 from aserve.core.landing import fail, land, land_failed
 from aserve.core.leaving import finish, mark, park
 from aserve.core.options import SchedulerOptions
+from aserve.core.plan import MAIN_STREAM
 from aserve.core.policy import POLICIES
 from aserve.core.prefix import DigestChain
 from aserve.core.request import FinishReason, SequenceSpec
@@ -121,11 +122,19 @@ class Scheduler(State):
     # --- steps
 
     def _on_launch_possible(self, event: events.LaunchPossible, now: float, actions: list[Action]) -> None:
-        if self._is_due(len(self.inflight), self.options.max_inflight):
+        streams = [stream for stream in self.streams if self._is_due_on(stream)]
+        if streams:
             reason: LaunchReason = "landing" if event.has_landed else "depth" if len(self.inflight) else "idle"
-            plan = compose(self, now, actions)
+            plan = compose(self, streams, now, actions)
             if plan is not None:
                 actions.append(Launch(plan, reason))
+
+    def _is_due_on(self, stream: int) -> bool:
+        """Whether the policy, which sees the steps of one stream, wants another one there. Streams share the permits
+        evenly, and both want the only one there may be."""
+        most = self.options.max_inflight
+        share = most if len(self.streams) == 1 else max(1, (most + (stream == MAIN_STREAM)) // 2)
+        return len(self.inflight) < most and self._is_due(self.inflight.num_on(stream), share)
 
     def _on_step_launched(self, event: events.StepLaunched, now: float, actions: list[Action]) -> None: ...
 

@@ -21,8 +21,9 @@ class SlotBook:
     less than length. last_step: the newest step that lists the slot. capacity: tokens that its blocks hold.
     num_unlanded: sampling rows in flight. length: accepted tokens, prompt included. end_position: the first position
     that must not be launched, since the row before it samples the last allowed token. decoding: whether decode rows may
-    be launched. live: bound and not finished. ident: the owner's id. stop_ids: [stop id, slot], -1 beyond the slot's
-    own; rows from ``num_stop_rows`` on are empty. num_with_logprobs: bound slots that want logprobs.
+    be launched; where chunks have a stream of their own, not before the last one has landed. live: bound and not
+    finished. ident: the owner's id. stop_ids: [stop id, slot], -1 beyond the slot's own; rows from ``num_stop_rows`` on
+    are empty. num_with_logprobs: bound slots that want logprobs.
     """
 
     def __init__(self, max_num_seqs: int, story: Story) -> None:

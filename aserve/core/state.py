@@ -7,6 +7,7 @@ from aserve.core.done import DoneQueue
 from aserve.core.ids import NO_STEP, SequenceId, Slot, StepNumber
 from aserve.core.inflight import Inflight
 from aserve.core.options import SchedulerOptions
+from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM
 from aserve.core.prefix import PrefixTable
 from aserve.core.ready import ReadyQueue
 from aserve.core.sequence import Sequence
@@ -20,9 +21,9 @@ class State:
     """Base of the scheduler, for the stages that it calls: ``entry``, ``composing``, ``landing`` and ``leaving``.
 
     num_blocks: KV blocks of the pool. vocab_size bounds the tokens that a landing may bring.
-    marked: PREEMPTING, preempted or on the way to parking: newest step not landed. leaves: retired slots that no plan
-    has told the device yet. watermark: blocks that stay free at an admission. prefill_is_next: where steps hold either
-    rows or chunks, whose turn it is: theirs that the newest step did not hold.
+    streams: of the device. marked: PREEMPTING, preempted or on the way to parking: newest step not landed. leaves:
+    retired slots that no plan has told the device yet. watermark: blocks that stay free at an admission.
+    prefill_is_next: where steps hold either rows or chunks, whose turn it is: theirs that the newest step did not hold.
     """
 
     def __init__(self, options: SchedulerOptions, *, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
@@ -36,6 +37,7 @@ class State:
         self.waiting = WaitingQueue()
         # Where the host samples, the next row needs the token first: one row of a sequence in flight at a time.
         rows_ahead = 1 if options.sampler == "host" else options.max_inflight
+        self.streams = (MAIN_STREAM, PREFILL_STREAM) if options.prefill == "streams" else (MAIN_STREAM,)
         self.ready = ReadyQueue(self.slots, options, rows_ahead)
         self.sharing = PrefixSharing(self.ledger, self.slots, options.block_size)
         self.inflight = Inflight(options.max_inflight)
