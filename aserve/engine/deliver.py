@@ -15,7 +15,7 @@ from aserve.core.ids import SequenceId
 from aserve.core.plan import Logprobs
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta, GenerationRequest, TokenLogprob
-from aserve.engine.ports import Observer, TextDecoder
+from aserve.engine.ports import Observer, RequestMove, RequestPhase, TextDecoder
 from aserve.engine.stream import TokenStream
 from aserve.faults import hit
 from aserve.text.stops import StopMatcher
@@ -99,6 +99,23 @@ class Deliverer:
         """Queue what the scheduler said. Bounded by the steps in flight and the sequences that run."""
         self._parcels.append(parcel)
         self._has_parcels.set()
+        if isinstance(parcel, StartPrefill):
+            self.note_move(parcel.sequence, "prefill", self._clock(), parcel.cached_tokens)
+
+    def note_move(self, sequence: SequenceId, phase: RequestPhase, now: float, num_tokens: int = 0) -> None:
+        """Tell the observer of a sequence that has not ended."""
+        choice = self.choices.get(sequence)
+        if choice is not None:
+            self._observer.request_moved(
+                RequestMove(
+                    sequence=sequence,
+                    request_id=choice.request.request_id,
+                    index=choice.index,
+                    phase=phase,
+                    at_s=now,
+                    num_tokens=num_tokens,
+                )
+            )
 
     def take_first_tokens(self, parcel: DeliverTokens) -> DeliverTokens | None:
         """Deliver at once the rows that are their choice's first token, up to a slice; returns the other rows, if any.
@@ -116,6 +133,7 @@ class Deliverer:
             choice = self.choices.get(parcel.sequences[index])
             if choice is None:
                 continue
+            self.note_move(choice.sequence, "decode", now)
             if num_left and choice.num_output == 0 and not choice.is_queued:
                 num_left -= 1
                 self._deliver(choice, parcel.tokens[index], parcel.rows[index], parcel.logprobs, now)
@@ -151,6 +169,7 @@ class Deliverer:
 
     async def _deliver_tokens(self, parcel: DeliverTokens) -> None:
         now, logprobs, choices = self._clock(), parcel.logprobs, self.choices
+        began_s = now
         entries = zip(parcel.sequences, parcel.tokens, parcel.rows, strict=True)
         num_left = len(parcel.sequences)
         while num_left:
@@ -161,8 +180,10 @@ class Deliverer:
                     self._deliver(choice, token, row, logprobs, now)
             num_left -= num_now
             self._num_since_turn += num_now
+            self._observer.delivered(began_s, self._clock(), num_now)
             if self._num_since_turn >= self._slice_size:
                 await self._give_turn()
+                began_s = self._clock()
         self._flush_gaps()
 
     async def _give_turn(self) -> None:

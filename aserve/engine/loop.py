@@ -121,6 +121,7 @@ class LaunchLoop:
 
     def _launch(self, launch: Launch, composed_s: float) -> None:
         plan = launch.plan
+        handed_s = self._clock()
         try:
             hit("loop.launch")
             flight = self._runner.launch(plan)
@@ -145,6 +146,7 @@ class LaunchLoop:
             StepLaunch(
                 step=plan.step,
                 composed_s=composed_s,
+                handed_s=handed_s,
                 launched_s=launched_s,
                 num_rows=len(plan.rows),
                 num_chunks=len(plan.chunks),

@@ -1,6 +1,6 @@
 """The engine's timings as Prometheus metrics."""
 
-from aserve.engine.ports import StepLanding, StepLaunch
+from aserve.engine.ports import RequestMove, StepLanding, StepLaunch
 from aserve.obs.metrics import Metrics
 
 
@@ -19,6 +19,10 @@ class MetricsObserver:
 
     def step_landed(self, landing: StepLanding) -> None:
         self._metrics.step_duration.observe(landing.landed_s - landing.started_s)
+
+    def delivered(self, start_s: float, end_s: float, num_tokens: int) -> None: ...
+
+    def request_moved(self, move: RequestMove) -> None: ...
 
     def request_finished(
         self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int
