@@ -76,7 +76,7 @@ class LaunchFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepLanded:
-    """A step completed; landings come in launch order."""
+    """A step completed; landings of a stream come in launch order."""
 
     result: BatchResult
 

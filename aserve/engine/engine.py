@@ -139,7 +139,8 @@ class Engine:
         self._log = log or Logger.silent()
         self._clock = clock
         self._permits = Permits(self.scheduler.options.max_inflight)
-        self._lander = Lander(self._commit, self._count_eligible, clock)
+        num_streams = len(self.scheduler.streams)
+        self._lander = Lander(self._commit, self._count_eligible, clock, num_streams=num_streams)
         self._launcher = LaunchLoop(
             self.scheduler,
             runner,
@@ -180,7 +181,8 @@ class Engine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._launcher.run(), name="aserve launch")
-                tasks.create_task(self._lander.run(), name="aserve land")
+                for stream in self.scheduler.streams:
+                    tasks.create_task(self._lander.run(stream), name=f"aserve land {stream}")
                 tasks.create_task(self._deliverer.run(), name="aserve deliver")
                 tasks.create_task(self._watch(), name="aserve watchdog")
         except BaseExceptionGroup as group:  # native code that panics raises no Exception

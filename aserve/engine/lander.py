@@ -1,4 +1,4 @@
-"""One task: awaits the flights in launch order and commits each landing in one synchronous call."""
+"""One task a stream: awaits its flights in launch order and commits each landing in one synchronous call."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aserve.core import events
 from aserve.core.actions import Launch
 from aserve.core.ids import StepNumber
-from aserve.core.plan import BatchResult
+from aserve.core.plan import MAIN_STREAM, BatchResult
 from aserve.engine.ports import Flight
 from aserve.errors import DeviceLost
 from aserve.faults import hit
@@ -33,13 +33,21 @@ class LostFlight:
 
 @dataclass(slots=True, eq=False)
 class Flying:
-    """A step on its way. started_s, num_eligible: as in ``ports.StepLanding``, from when it is the oldest one."""
+    """A step on its way. started_s, num_eligible: as in ``ports.StepLanding``, from when it is its stream's oldest."""
 
     flight: Flight
     launch: Launch
     launched_s: float
     started_s: float | None = None
     num_eligible: int = 0
+
+
+class _Lane:
+    """What is out on one stream."""
+
+    def __init__(self) -> None:
+        self.flying: deque[Flying] = deque()  # bounded by the permits
+        self.has_flights = asyncio.Event()
 
 
 class Lander:
@@ -53,35 +61,40 @@ class Lander:
         commit: Callable[[events.StepLanded | events.StepFailed, Flying, float], None],
         count_eligible: Callable[[], int],
         clock: Callable[[], float],
+        *,
+        num_streams: int = 1,
     ) -> None:
         self._commit = commit
         self._count_eligible = count_eligible
         self._clock = clock
-        self._flying: deque[Flying] = deque()  # bounded by the permits
-        self._has_flights = asyncio.Event()
+        self._lanes = [_Lane() for _ in range(num_streams)]
 
     def __len__(self) -> int:
-        return len(self._flying)
+        return sum(len(lane.flying) for lane in self._lanes)
 
     def push(self, flight: Flight, launch: Launch, launched_s: float) -> None:
-        self._flying.append(Flying(flight, launch, launched_s))
-        self._start_oldest(launched_s)
-        self._has_flights.set()
+        lane = self._lanes[launch.plan.stream]
+        lane.flying.append(Flying(flight, launch, launched_s))
+        self._start_oldest(lane, launched_s)
+        lane.has_flights.set()
 
     def oldest_age_s(self) -> float:
-        """How long the step that lands next has been in flight, 0 if none is."""
-        return self._clock() - self._flying[0].launched_s if self._flying else 0.0
+        """How long the oldest step has been in flight, 0 if none is."""
+        oldest_s = [lane.flying[0].launched_s for lane in self._lanes if lane.flying]
+        return self._clock() - min(oldest_s) if oldest_s else 0.0
 
-    def _start_oldest(self, now: float) -> None:
-        if self._flying and self._flying[0].started_s is None:
-            self._flying[0].started_s = now
-            self._flying[0].num_eligible = self._count_eligible()
+    def _start_oldest(self, lane: _Lane, now: float) -> None:
+        if lane.flying and lane.flying[0].started_s is None:
+            lane.flying[0].started_s = now
+            lane.flying[0].num_eligible = self._count_eligible()
 
-    async def run(self) -> None:
-        """Land for ever. Raises DeviceLost, which no later step can survive; any other fault fails its step only."""
+    async def run(self, stream: int = MAIN_STREAM) -> None:
+        """Land the stream's steps for ever. Raises DeviceLost, which no later step can survive; any other fault fails
+        its step only."""
+        lane = self._lanes[stream]
         while True:
-            await self._has_flights.wait()
-            oldest = self._flying[0]
+            await lane.has_flights.wait()
+            oldest = lane.flying[0]
             event: events.StepLanded | events.StepFailed
             try:
                 hit("lander.await")
@@ -91,9 +104,9 @@ class Lander:
             except Exception as error:
                 event = events.StepFailed(oldest.launch.plan.step, f"{type(error).__name__}: {error}")
             landed_s = self._clock()
-            self._flying.popleft()
-            if not self._flying:
-                self._has_flights.clear()
+            lane.flying.popleft()
+            if not lane.flying:
+                lane.has_flights.clear()
             hit("lander.commit")
             self._commit(event, oldest, landed_s)
-            self._start_oldest(landed_s)
+            self._start_oldest(lane, landed_s)
