@@ -449,6 +449,7 @@ class Engine:
         self._observer.step_landed(
             StepLanding(
                 step=plan.step,
+                stream=plan.stream,
                 launched_s=step.launched_s,
                 started_s=step.started_s,
                 landed_s=landed_s,

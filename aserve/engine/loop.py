@@ -145,6 +145,7 @@ class LaunchLoop:
         self._observer.step_launched(
             StepLaunch(
                 step=plan.step,
+                stream=plan.stream,
                 composed_s=composed_s,
                 handed_s=handed_s,
                 launched_s=launched_s,

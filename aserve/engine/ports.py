@@ -122,7 +122,8 @@ class StepLaunch:
     """A step was handed to the device. Times are the engine's clock; a step whose launch raises has a landing alone.
 
     composed_s: before it was composed. handed_s: before ``Runner.launch``. launched_s: after that had returned.
-    num_rows: decode rows. num_chunks, num_prefill_tokens: of prompts. num_inflight: with this one.
+    stream: the device's, as in the plan. num_rows: decode rows. num_chunks, num_prefill_tokens: of prompts.
+    num_inflight: with this one.
     reason: why now (``core.actions.LaunchReason``).
     lead_s: predicted device work that was left before this step, when it was composed.
     predicted_end_s: when the device is thought to be done with this step. Both None where the policy predicts nothing.
@@ -130,6 +131,7 @@ class StepLaunch:
     """
 
     step: StepNumber
+    stream: int
     composed_s: float
     handed_s: float
     launched_s: float
@@ -147,7 +149,8 @@ class StepLaunch:
 class StepLanding:
     """A step came back, told of after the launches that its landing led to. Times as in ``StepLaunch``.
 
-    started_s: its launch or the landing before it, whichever was later: when the device began, as far as the host saw.
+    started_s: its launch or its stream's landing before it, whichever was later: when the device began, as far as the
+    host saw.
     committed_s: after its tokens were with delivery, first ones with their readers, and before launches that are due.
     num_eligible: sequences that could have had a place in it at that moment; more than its rows and chunks where some
     came too late for it. num_wasted_rows: rows of sequences that had ended. predicted_s: time on the device as it was
@@ -155,6 +158,7 @@ class StepLanding:
     """
 
     step: StepNumber
+    stream: int
     launched_s: float
     started_s: float
     landed_s: float
