@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -19,12 +20,22 @@ Script = Sequence[int] | Callable[[NDArray[np.int32], int], int]
 """Output token i is item i (from the start again at its end), or what the function makes of (context, i)."""
 
 
+@dataclass(slots=True, eq=False)
+class _Flying:
+    """A step on its way."""
+
+    flight: ManualEvent
+    outcome: BatchResult | BaseException
+    step_time_s: float
+    stream: int
+
+
 class ScriptedRunner(FakeDevice):
     """A device whose tokens, times and faults a test decides.
 
     script: see ``Script``; a function may raise, which fails the step, and an id outside the vocabulary makes its row
-    invalid. step_time_s: how long a step takes, or a function of its plan; steps run one after another, and 0 lands on
-    the loop's next tick.
+    invalid. step_time_s: how long a step takes, or a function of its plan; steps of a stream run one after another,
+    and 0 lands on the loop's next tick.
     log: the plans launched, the newest ``log_steps`` of them.
 
     A stop id that the script wants below the minimum length becomes the next id that is none, as masking would do.
@@ -60,9 +71,9 @@ class ScriptedRunner(FakeDevice):
         self.closed = False
         self._context = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._block_tokens = np.zeros((num_blocks + 1, block_size), np.int32)
-        self._flying: deque[tuple[ManualEvent, BatchResult | BaseException, float]] = deque()
+        self._flying: deque[_Flying] = deque()
         self._held = False
-        self._timer: asyncio.Handle | None = None
+        self._ticks: dict[int, asyncio.Handle] = {}
         self._num_steps = 0
         self._num_tokens = 0
 
@@ -76,21 +87,22 @@ class ScriptedRunner(FakeDevice):
     def hold(self) -> None:
         """Close the gate: from now on steps stay in flight."""
         self._held = True
-        self._stop_timer()
+        self._stop_timers()
 
     def release(self, num_steps: int = 1) -> None:
         """Land that many of the oldest steps at once, the gate stays closed."""
         for _ in range(num_steps):
-            self._land(0)
+            self._land(self._flying[0])
 
     def release_step(self, step: int) -> None:
         """Land one step, older ones stay in flight: completions out of order."""
-        self._land(next(i for i, (flight, _, _) in enumerate(self._flying) if flight.step == step))
+        self._land(next(flying for flying in self._flying if flying.flight.step == step))
 
     def resume(self) -> None:
         """Open the gate."""
         self._held = False
-        self._start_timer()
+        for stream in {flying.stream for flying in self._flying}:
+            self._start_timer(stream)
 
     # --- the Runner protocol
 
@@ -111,8 +123,8 @@ class ScriptedRunner(FakeDevice):
             self._slots.done[listed_slots(plan)] = True
         flight = ManualEvent(plan.step)
         step_time_s = self._step_time_s(plan) if callable(self._step_time_s) else self._step_time_s
-        self._flying.append((flight, outcome, step_time_s))
-        self._start_timer()
+        self._flying.append(_Flying(flight, outcome, step_time_s, plan.stream))
+        self._start_timer(plan.stream)
         return flight
 
     def statistics(self) -> dict[str, float]:
@@ -120,37 +132,43 @@ class ScriptedRunner(FakeDevice):
 
     async def aclose(self) -> None:
         """Lands whatever is in flight, held or not."""
-        self._stop_timer()
+        self._stop_timers()
         self.release(len(self._flying))
         self.closed = True
 
     # --- inside
 
-    def _start_timer(self) -> None:
-        if self._held or self._timer is not None or not self._flying:
+    def _oldest_on(self, stream: int) -> _Flying | None:
+        return next((flying for flying in self._flying if flying.stream == stream), None)
+
+    def _start_timer(self, stream: int) -> None:
+        oldest = self._oldest_on(stream)
+        if self._held or stream in self._ticks or oldest is None:
             return
-        loop, step_time_s = asyncio.get_running_loop(), self._flying[0][2]
-        self._timer = loop.call_later(step_time_s, self._tick) if step_time_s else loop.call_soon(self._tick)
+        loop, step_time_s = asyncio.get_running_loop(), oldest.step_time_s
+        self._ticks[stream] = (
+            loop.call_later(step_time_s, self._tick, stream) if step_time_s else loop.call_soon(self._tick, stream)
+        )
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_timers(self) -> None:
+        for timer in self._ticks.values():
+            timer.cancel()
+        self._ticks.clear()
 
-    def _tick(self) -> None:
-        self._timer = None
-        self._land(0)
-        while self._flying and not self._flying[0][2]:
-            self._land(0)
-        self._start_timer()
+    def _tick(self, stream: int) -> None:
+        del self._ticks[stream]
+        is_first = True
+        while (oldest := self._oldest_on(stream)) is not None and (is_first or not oldest.step_time_s):
+            self._land(oldest)
+            is_first = False
+        self._start_timer(stream)
 
-    def _land(self, index: int) -> None:
-        flight, outcome, _ = self._flying[index]
-        del self._flying[index]
-        if isinstance(outcome, BatchResult):
-            flight.set(outcome)
+    def _land(self, flying: _Flying) -> None:
+        self._flying.remove(flying)
+        if isinstance(flying.outcome, BatchResult):
+            flying.flight.set(flying.outcome)
         else:
-            flight.fail(outcome)
+            flying.flight.fail(flying.outcome)
 
     def _bind(self, plan: BatchPlan) -> None:
         slots = self._slots

@@ -137,7 +137,7 @@ class VirtualDevice(ScriptedRunner):
             self._land_step(step)
 
     def _forget_landed(self) -> None:
-        flying = {flight.step for flight, _, _ in self._flying}
+        flying = {flying.flight.step for flying in self._flying}
         self._overdue = [step for step in self._overdue if step.step in flying]
 
     # --- the Runner protocol
@@ -251,9 +251,9 @@ class VirtualDevice(ScriptedRunner):
 
     def _land_step(self, step: VirtualStep) -> None:
         """Complete the flight, unless a test has done so before its time."""
-        index = next((i for i, (flight, _, _) in enumerate(self._flying) if flight.step == step.step), None)
-        if index is not None:
-            self._land(index)
+        flying = next((flying for flying in self._flying if flying.flight.step == step.step), None)
+        if flying is not None:
+            self._land(flying)
             step.landed_s = running_virtual_loop().time()
             if self.host.num_threads == 1:
                 self._after_due_s += self._after_s(step)
