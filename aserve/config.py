@@ -95,6 +95,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "scheduler.block_size": (1, 1024),
         "scheduler.num_blocks": (0, 1 << 30),
         "scheduler.max_inflight": (1, 8),
+        "scheduler.late_margin_ms": (0, 1000),
         "scheduler.watermark": (0, 0.5),
         "scheduler.long_prefill_threshold": (1, 1 << 24),
         "scheduler.max_long_partial_prefills": (1, 4096),

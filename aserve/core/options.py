@@ -30,9 +30,13 @@ class SchedulerOptions:
     block_size: int = _option(32, "Tokens in a KV block: fewer share prefixes more finely, more are read faster.")
     num_blocks: int = _option(0, "KV blocks in the pool (at least 8); 0 sizes the pool from memory.")
     max_inflight: int = _option(4, "Steps launched and not landed, 1 to 8: a cap, not a goal.")
-    policy: Literal["sync", "overlap", "eager"] = _option(
+    policy: Literal["sync", "overlap", "eager", "late"] = _option(
         "overlap",
-        "When to launch: after each landing, with one step queued behind the running one, or up to max_inflight.",
+        "When to launch: after each landing, with one step queued behind the running one, up to max_inflight, or just "
+        "before the predicted end of the work that is out.",
+    )
+    late_margin_ms: float = _option(
+        0.2, "How much before that end, beyond what a launch is measured to cost and the loop to be late."
     )
     prefill: Literal["mixed", "split", "streams"] = _option(
         "mixed",

@@ -1,28 +1,230 @@
-"""When the next step is launched. Sees launches and landings only, never what a step costs."""
+"""When the next step is launched. Sees launches, landings and alarms only, never what a step costs.
 
+``sync``, ``overlap`` and ``eager`` keep so many steps out, whatever they take. ``late`` composes a step when what the
+device has left to do falls to the time that launching takes: whoever arrives before that is in the step.
+"""
+
+import math
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from aserve.core.ids import StepNumber
+from aserve.core.options import SchedulerOptions
+from aserve.core.plan import BatchPlan
+from aserve.core.prediction import RecentValues, StepShape, StepTimePredictor, shape_of
 
 OVERLAP_DEPTH: Final = 2
 """One step running and one queued behind it hide all steady host work; deeper added nothing without jitter."""
 
-Policy = Callable[[int, int], bool]
-"""(steps in flight, max_inflight) -> whether a step may be composed now."""
+LATENESS_SHARE: Final = 0.99
+COST_SHARE: Final = 0.9
+EARLY_SHARE: Final = 0.9
+"""Quantiles that a launch is in time for: of how late the loop wakes up, of what a launch costs, and of how much
+sooner than predicted a step ends."""
+
+WINDOW: Final = 256
+"""Alarms, launches and landings that they are taken from."""
 
 
-def sync(num_inflight: int, max_inflight: int) -> bool:
-    """After each landing: the host works while the device idles. The baseline, and what the others are held against."""
-    return num_inflight == 0
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """As in ``actions.Launch``: work of the device before the step, and what the step takes."""
+
+    lead_s: float
+    predicted_s: float | None
 
 
-def overlap(num_inflight: int, max_inflight: int) -> bool:
-    """Whenever fewer than two are out."""
-    return num_inflight < min(OVERLAP_DEPTH, max_inflight)
+class Policy(Protocol):
+    """Of one stream. Told of each of its steps in order: composed, then launched or lost, then landed. Times are the
+    engine's clock."""
+
+    def due_s(self, now: float) -> float:
+        """When the next step may be composed: at once where that is not after ``now``, not before a landing if inf."""
+        ...
+
+    def composed(self, plan: BatchPlan, now: float) -> Forecast | None:
+        """A step leaves for the device. None where nothing is known of what is before it."""
+        ...
+
+    def launched(self, step: StepNumber, now: float) -> None:
+        """``Runner.launch`` has returned."""
+        ...
+
+    def lost(self, step: StepNumber) -> None:
+        """It never reached the device, and lands in its turn."""
+        ...
+
+    def landed(self, step: StepNumber, now: float, *, failed: bool) -> None: ...
+
+    def woken(self, asked_s: float, now: float) -> None:
+        """An alarm rang, this policy's or another's."""
+        ...
+
+    def statistics(self) -> dict[str, float]:
+        """Plain figures for ``/v1/stats``."""
+        ...
 
 
-def eager(num_inflight: int, max_inflight: int) -> bool:
-    """Whenever there is a permit. Fragments batches; for tests of depth and for the laboratory."""
-    return num_inflight < max_inflight
+class FixedDepth:
+    """Whenever fewer than ``depth`` steps are out."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._num_out = 0
+
+    def due_s(self, now: float) -> float:
+        return -math.inf if self._num_out < self._depth else math.inf
+
+    def composed(self, plan: BatchPlan, now: float) -> None:
+        self._num_out += 1
+
+    def launched(self, step: StepNumber, now: float) -> None: ...
+
+    def lost(self, step: StepNumber) -> None: ...
+
+    def landed(self, step: StepNumber, now: float, *, failed: bool) -> None:
+        self._num_out -= 1
+
+    def woken(self, asked_s: float, now: float) -> None: ...
+
+    def statistics(self) -> dict[str, float]:
+        return {}
 
 
-POLICIES: Final[dict[str, Policy]] = {"sync": sync, "overlap": overlap, "eager": eager}
+@dataclass(slots=True, eq=False)
+class _Step:
+    """One that is out. shape: None where it never reached the device. launched_s: until it is known, when composed."""
+
+    number: StepNumber
+    shape: StepShape | None
+    predicted_s: float | None
+    launched_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is out: when the oldest step ends, what those behind it take, and what all take. Predicted."""
+
+    oldest_end_s: float = -math.inf
+    behind_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Late:
+    """At once while nothing is out. Else when the predicted work left falls to the lead: what a launch costs, how late
+    the loop wakes up at worst, how much sooner than predicted the work may end, and a margin for what nobody can see.
+
+    So a long step has none behind it until its very end, and short ones have several. Where a step that is out has no
+    prediction this is ``overlap``.
+
+    Landings are seen late as well, by what alarms are late in the middle; a step's time on the device is taken from
+    launch, or the end before it, to end. Lateness that no alarm measures is forgotten, landing by landing, lest a bad
+    moment keep the lead so long that no alarm is ever set again.
+    """
+
+    def __init__(self, max_inflight: int, margin_s: float) -> None:
+        self._max_inflight = max_inflight
+        self._margin_s = margin_s
+        self._steps: deque[_Step] = deque()
+        self._free_s = -math.inf  # when the device was done with what has landed
+        self._predictor = StepTimePredictor()
+        self._lateness_s = RecentValues(WINDOW)
+        self._costs_s = RecentValues(WINDOW)
+        self._early = RecentValues(WINDOW)  # (predicted - taken) / predicted
+        self._was_woken = False
+
+    def due_s(self, now: float) -> float:
+        if not self._steps:
+            return -math.inf
+        if len(self._steps) >= self._max_inflight:
+            return math.inf
+        work = self._work()
+        if work is None:
+            return -math.inf if len(self._steps) < OVERLAP_DEPTH else math.inf
+        lead_s = self._lead_s(work)
+        if work.oldest_end_s > now:
+            return work.oldest_end_s + work.behind_s - lead_s
+        # Overdue: what is left of the oldest cannot be told, and to ask again and again would be to poll.
+        return -math.inf if work.behind_s <= lead_s else math.inf
+
+    def _work(self) -> _Work | None:
+        """None if any step has no prediction."""
+        total_s = 0.0
+        for step in self._steps:
+            if step.predicted_s is None:
+                return None
+            total_s += step.predicted_s
+        if not self._steps:
+            return _Work()
+        oldest = self._steps[0]
+        oldest_s = oldest.predicted_s or 0.0
+        return _Work(max(oldest.launched_s, self._free_s) + oldest_s, total_s - oldest_s, total_s)
+
+    def _lead_s(self, work: _Work) -> float:
+        return (
+            self._costs_s.quantile(COST_SHARE)
+            + self._lateness_s.quantile(LATENESS_SHARE)
+            + max(self._early.quantile(EARLY_SHARE), 0.0) * work.total_s
+            + self._margin_s
+        )
+
+    def composed(self, plan: BatchPlan, now: float) -> Forecast | None:
+        work = self._work()
+        shape = shape_of(plan)
+        predicted_s = self._predictor.predict(shape)
+        self._steps.append(_Step(plan.step, shape, predicted_s, now))
+        if work is None:
+            return None
+        return Forecast(max(work.oldest_end_s - now, 0.0) + work.behind_s, predicted_s)
+
+    def launched(self, step: StepNumber, now: float) -> None:
+        newest = self._steps[-1]
+        assert newest.number == step, f"step {step} was launched, step {newest.number} was composed"
+        self._costs_s.add(now - newest.launched_s)
+        newest.launched_s = now
+
+    def lost(self, step: StepNumber) -> None:
+        newest = self._steps[-1]
+        assert newest.number == step, f"step {step} was lost, step {newest.number} was composed"
+        newest.shape, newest.predicted_s = None, 0.0
+
+    def landed(self, step: StepNumber, now: float, *, failed: bool) -> None:
+        oldest = self._steps.popleft()
+        assert oldest.number == step, f"step {step} landed before step {oldest.number}"
+        if not self._was_woken:
+            self._lateness_s.forget()
+        self._was_woken = False
+        started_s = max(oldest.launched_s, self._free_s)
+        self._free_s = max(now - self._lateness_s.quantile(0.5), started_s)
+        taken_s = self._free_s - started_s
+        if failed or oldest.shape is None or taken_s <= 0.0:
+            return
+        if oldest.predicted_s:
+            self._early.add(1.0 - taken_s / oldest.predicted_s)
+        self._predictor.learn(oldest.shape, taken_s, oldest.predicted_s)
+
+    def woken(self, asked_s: float, now: float) -> None:
+        self._lateness_s.add(max(now - asked_s, 0.0))
+        self._was_woken = True
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "launch_cost_ms_p90": self._costs_s.quantile(COST_SHARE) * 1000,
+            "lateness_ms_p99": self._lateness_s.quantile(LATENESS_SHARE) * 1000,
+            "early_share_p90": self._early.quantile(EARLY_SHARE),
+            "prediction_error_p50": self._predictor.error(0.5),
+            "prediction_error_p99": self._predictor.error(0.99),
+        }
+
+
+POLICIES: Final[dict[str, Callable[[int, SchedulerOptions], Policy]]] = {
+    # After each landing: the host works while the device idles. The baseline, and what the others are held against.
+    "sync": lambda max_inflight, options: FixedDepth(1),
+    "overlap": lambda max_inflight, options: FixedDepth(min(OVERLAP_DEPTH, max_inflight)),
+    # Whenever there is a permit. Fragments batches; for tests of depth and for the laboratory.
+    "eager": lambda max_inflight, options: FixedDepth(max_inflight),
+    "late": lambda max_inflight, options: Late(max_inflight, options.late_margin_ms / 1000),
+}
+"""(most steps out on the stream, the options) -> the stream's policy."""

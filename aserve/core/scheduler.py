@@ -5,23 +5,27 @@ moments matter: ``LaunchPossible`` composes a step (``composing``: rows, chunks,
 commits what the oldest step in flight brought (``landing``).
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from aserve.core import events
-from aserve.core.actions import Action, Launch, LaunchReason
+from aserve.core.actions import Action, Launch, LaunchReason, WakeAt
 from aserve.core.composing import compose
-from aserve.core.ids import Slot
+from aserve.core.ids import Slot, StepNumber
 from aserve.core.landing import fail, land, land_failed
 from aserve.core.leaving import finish, mark, park
 from aserve.core.options import SchedulerOptions
-from aserve.core.plan import MAIN_STREAM
-from aserve.core.policy import POLICIES
+from aserve.core.plan import MAIN_STREAM, BatchPlan
+from aserve.core.policy import POLICIES, Forecast
 from aserve.core.prefix import DigestChain
 from aserve.core.request import FinishReason, SequenceSpec
 from aserve.core.sequence import Sequence
 from aserve.core.state import State
 from aserve.core.transitions import SequenceMove, SequenceState
+
+PUNCTUAL_S: Final = 20e-6
+"""A step that is due so soon is composed now: an alarm takes longer."""
 
 
 class Scheduler(State):
@@ -32,7 +36,8 @@ class Scheduler(State):
 
     def __init__(self, options: SchedulerOptions, *, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
         super().__init__(options, num_blocks=num_blocks, max_model_len=max_model_len, vocab_size=vocab_size)
-        self._is_due = POLICIES[options.policy]
+        make_policy = POLICIES[self.options.policy]
+        self.policies = {stream: make_policy(self._share(stream), self.options) for stream in self.streams}
         self._handlers: dict[type, Callable[[Any, float, list[Action]], None]] = {
             events.SequenceSubmitted: self._on_submitted,
             events.SequenceEnded: self._on_ended,
@@ -121,34 +126,63 @@ class Scheduler(State):
 
     # --- steps
 
-    def _on_launch_possible(self, event: events.LaunchPossible, now: float, actions: list[Action]) -> None:
-        streams = [stream for stream in self.streams if self._is_due_on(stream)]
-        if streams:
-            reason: LaunchReason = "landing" if event.has_landed else "depth" if len(self.inflight) else "idle"
-            plan = compose(self, streams, now, actions)
-            if plan is not None:
-                actions.append(Launch(plan, reason))
-
-    def _is_due_on(self, stream: int) -> bool:
-        """Whether the policy, which sees the steps of one stream, wants another one there. Streams share the permits
-        evenly, and both want the only one there may be."""
+    def _share(self, stream: int) -> int:
+        """Most steps out on the stream. Streams share the permits evenly, and both want the only one there may be."""
         most = self.options.max_inflight
-        share = most if len(self.streams) == 1 else max(1, (most + (stream == MAIN_STREAM)) // 2)
-        return len(self.inflight) < most and self._is_due(self.inflight.num_on(stream), share)
+        return most if len(self.streams) == 1 else max(1, (most + (stream == MAIN_STREAM)) // 2)
 
-    def _on_step_launched(self, event: events.StepLaunched, now: float, actions: list[Action]) -> None: ...
+    def _on_launch_possible(self, event: events.LaunchPossible, now: float, actions: list[Action]) -> None:
+        if len(self.inflight) == self.options.max_inflight:
+            return
+        due, wake_s = [], math.inf
+        for stream, policy in self.policies.items():
+            due_s = policy.due_s(now)
+            if due_s <= now + PUNCTUAL_S:
+                due.append(stream)
+            else:
+                wake_s = min(wake_s, due_s)
+        if due:
+            num_inflight = len(self.inflight)
+            plan = compose(self, due, now, actions)
+            if plan is not None:
+                forecast = self.policies[plan.stream].composed(plan, now)
+                actions.append(_launch(plan, forecast, num_inflight, has_landed=event.has_landed))
+                return
+        if wake_s < math.inf:
+            actions.append(WakeAt(wake_s))
 
-    def _on_alarm_rang(self, event: events.AlarmRang, now: float, actions: list[Action]) -> None: ...
+    def _on_step_launched(self, event: events.StepLaunched, now: float, actions: list[Action]) -> None:
+        self.policies[self.inflight.get(event.step).plan.stream].launched(event.step, now)
+
+    def _on_alarm_rang(self, event: events.AlarmRang, now: float, actions: list[Action]) -> None:
+        for policy in self.policies.values():
+            policy.woken(event.asked_s, now)
 
     def _on_step_landed(self, event: events.StepLanded, now: float, actions: list[Action]) -> None:
+        self._tell_landed(event.result.step, now, failed=False)
         land(self, event.result, actions)
 
     def _on_step_failed(self, event: events.StepFailed, now: float, actions: list[Action]) -> None:
+        self._tell_landed(event.step, now, failed=True)
         land_failed(self, event.step, event.detail, actions)
+
+    def _tell_landed(self, step: StepNumber, now: float, *, failed: bool) -> None:
+        self.policies[self.inflight.get(step).plan.stream].landed(step, now, failed=failed)
 
     def _on_launch_failed(self, event: events.LaunchFailed, now: float, actions: list[Action]) -> None:
         # The device never saw the plan: not its joins and tables (their sequences end here), and not its leaves.
         step = self.inflight.get(event.step)
         step.lost = True
+        self.policies[step.plan.stream].lost(event.step)
         self.leaves += [Slot(slot) for slot in step.plan.leaves.tolist()]
         fail(self, step, event.detail, actions)
+
+
+def _launch(plan: BatchPlan, forecast: Forecast | None, num_before: int, *, has_landed: bool) -> Launch:
+    if forecast is None or not num_before:
+        reason: LaunchReason = "landing" if has_landed else "depth" if num_before else "idle"
+    else:
+        reason = "lead"
+    if forecast is None:
+        return Launch(plan, reason)
+    return Launch(plan, reason, forecast.lead_s, forecast.predicted_s)

@@ -112,6 +112,7 @@ class LaunchLoop:
                 continue
             self._permits.release()
             if isinstance(last, WakeAt):
+                self._carry_out(actions[:-1])
                 self._wake_at(last.when_s, composed_s)
                 return
             self._carry_out(actions)

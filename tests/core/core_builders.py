@@ -21,6 +21,7 @@ from aserve.core.events import (
     SequenceSubmitted,
     StepFailed,
     StepLanded,
+    StepLaunched,
     StopMatched,
 )
 from aserve.core.ids import BlockId, SequenceId, StepNumber
@@ -333,6 +334,7 @@ class World:
             self.handle(LaunchFailed(plan.step, str(error)))
         else:
             self._flying.append((plan.step, True))
+            self.scheduler.handle(StepLaunched(plan.step), self.now)
 
     def _check_accesses(self) -> None:
         """I8 of what the device touched just now: nothing handed out again or foreign, no shared block written."""

@@ -32,6 +32,7 @@ STEPS_AN_EXAMPLE = 100
 FAMILIES = {
     "sync": {"policy": "sync"},
     "overlap": {"policy": "overlap"},
+    "late": {"policy": "late"},
     "deep": {"policy": "eager", "max_inflight": 8},
     "host sampler": {"policy": "eager", "sampler": "host"},
     "split": {"policy": "eager", "prefill": "split"},
