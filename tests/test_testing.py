@@ -376,3 +376,58 @@ def test_a_failed_step_leaves_its_slots_dead():
     assert result.flags.tolist() == [0, FLAG_DONE]
     assert result.tokens[0, 0] == expected_tokens(PROMPT, 2)[1]
     assert [blocks.tolist() for blocks in runner.accesses[3]] == [[1, 2, 3], [3]]
+
+
+def test_streams_of_the_memory_device_go_their_own_ways():
+    """A later step of one stream runs and lands before an earlier one of the other, which changes neither."""
+    runner = MemoryRunner(manual=True)
+    other = PROMPT[::-1]
+    runner.launch(plan(1, joins=(join(),), table=blocks_of(0, [1, 2, 3]), chunks=(chunk(PROMPT),), stream=1))
+    runner.execute()
+    runner.land()
+    runner.launch(plan(2, joins=(join(1),), table=blocks_of(1, [4, 5, 6]), chunks=(chunk(other, slot=1),), stream=1))
+    runner.launch(plan(3, rows=[(0, 35)]))
+    results = []
+    for stream in (0, 1):
+        runner.execute(stream=stream)
+        results += runner.land(stream=stream).result().tokens[:, 0].tolist()
+
+    assert results == [expected_tokens(PROMPT, 2)[1], *expected_tokens(other, 1)]
+
+
+HIT = {
+    "joins": (join(1, position=16),),
+    "table": blocks_of(1, [1, 4]),
+    "chunks": (chunk(PROMPT[16:20], slot=1, start=16),),
+}
+
+
+@pytest.mark.parametrize("later", [{"rows": [(0, 20)]}, HIT], ids=["a slot", "a block"])
+def test_streams_that_race_are_caught(later):
+    """A step that collides with one of the other stream, out at its launch, is refused, or computes nonsense."""
+    first = {"joins": (join(),), "table": blocks_of(0, [1, 2, 3]), "chunks": (chunk(PROMPT[:20]),)}
+    results = []
+    for stream in (0, 1):
+        runner = MemoryRunner(manual=True, verify=False)
+        runner.launch(plan(1, stream=1, **first))
+        runner.execute()
+        runner.launch(plan(2, stream=stream, **later))
+        runner.execute()
+        results.append([runner.land().result().tokens.tolist() for _ in range(2)])
+    checked = MemoryRunner(manual=True)
+    checked.launch(plan(1, stream=1, **first))
+
+    assert results[0][0] == results[1][0]
+    assert results[0][1] != results[1][1]
+    with pytest.raises(AssertionError, match="does not wait"):
+        checked.launch(plan(2, **later))
+
+
+async def test_streams_of_the_scripted_device_land_independently():
+    """A step that takes an hour holds up its own stream alone."""
+    runner = ScriptedRunner(step_time_s=lambda plan: 3600.0 * plan.stream)
+    slow = runner.launch(plan(1, stream=1))
+    await runner.launch(plan(2))
+
+    assert not slow.done()
+    await runner.aclose()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aserve.core.ids import TRASH_BLOCK
-from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan
+from aserve.core.plan import FLAG_DONE, FLAG_INVALID, MAIN_STREAM, PREFILL_STREAM, BatchPlan
 from aserve.engine.ports import RunnerInfo
 from aserve.testing.device import MASK_64, FakeDevice, Ints, Words, listed_slots, step_result
 from aserve.testing.manual import ManualEvent
@@ -120,11 +120,32 @@ class _Staging:
 
 
 @dataclass(slots=True, eq=False)
+class _Touched:
+    """Slots that a step reads or writes, blocks that it reads, and blocks that it writes."""
+
+    slots: set[int]
+    reads: set[int]
+    writes: set[int]
+
+    def collides(self, other: "_Touched") -> bool:
+        """Whether it matters which of two steps comes first."""
+        return bool(self.slots & other.slots or self.writes & (other.reads | other.writes) or self.reads & other.writes)
+
+
+@dataclass(slots=True, eq=False)
 class _Launched:
-    """A step on its way. Written by the runner only."""
+    """A step on its way. Written by the runner only.
+
+    staging, ring_words: its places in its stream's buffers and ring. words: what the landing reads, where not those.
+    is_racing: nothing orders it behind a step of the other stream that it collides with.
+    """
 
     plan: BatchPlan
     flight: ManualEvent
+    staging: _Staging
+    ring_words: NDArray[np.int64]
+    touched: _Touched
+    is_racing: bool
     rows_left: NDArray[np.bool_]
     chunks_left: NDArray[np.bool_]
     chunk_results: Ints
@@ -132,6 +153,30 @@ class _Launched:
     error: BaseException | None = None
     reads: list[NDArray[Any]] = field(default_factory=list)
     writes: list[NDArray[Any]] = field(default_factory=list)
+
+
+class _Lane:
+    """One stream: its own staging and ring, and its steps in their order, those that have executed in ``ready``."""
+
+    def __init__(self, num_buffers: int, num_ring_steps: int, num_rows: int) -> None:
+        self.pending: deque[_Launched] = deque()
+        self.ready: deque[_Launched] = deque()
+        self._staging = [_Staging(num_rows) for _ in range(num_buffers)]
+        self._ring = np.zeros((num_ring_steps, num_rows), np.int64)
+        self._num_launched = 0
+
+    def next_places(self) -> tuple[_Staging, NDArray[np.int64]]:
+        """Where the next step's plan and result words go."""
+        self._num_launched += 1
+        return (
+            self._staging[self._num_launched % len(self._staging)],
+            self._ring[self._num_launched % len(self._ring)],
+        )
+
+    def out(self) -> Iterator[_Launched]:
+        """Steps that have not landed."""
+        yield from self.ready
+        yield from self.pending
 
 
 class MemoryRunner(FakeDevice):
@@ -146,11 +191,14 @@ class MemoryRunner(FakeDevice):
     - joins and table writes reach the slot table when they are launched, ahead of steps that have not run;
     - leaves reach it as late as their step;
     - steps in flight that share no slot may run in any order (``execute(ahead=True)`` runs the newest first);
+    - the steps of two streams run and land as the test says, and a step that is launched while one of the other stream
+      is out that it collides with (a slot of both; a block that one of them writes) computes nonsense, in any order;
     - no row sees what another row of its step writes.
 
     With ``manual`` a test calls ``execute`` and ``land``; otherwise a launched step does both on the next tick. verify:
-    raise AssertionError where host and device disagree (positions, tags of result words, unmapped blocks); turned off
-    where a planted fault has to show in the output. record: keep the blocks that each step touched in ``accesses``.
+    raise AssertionError where host and device disagree (positions, tags of result words, unmapped blocks) and where
+    streams race; turned off where a planted fault has to show in the output. record: keep the blocks that each step
+    touched in ``accesses``.
     """
 
     def __init__(
@@ -192,21 +240,24 @@ class MemoryRunner(FakeDevice):
         self._cells: Words = _mix(garbage + _LAYER).reshape(num_blocks + 1, block_size, 2)
         num_rows = max_num_seqs + _GRAPH_ROWS
         num_buffers = 1 if self.bugs.staging_reused else 2 * max_inflight
-        self._staging = [_Staging(num_rows) for _ in range(num_buffers)]
-        self._ring = np.zeros((2 * max_inflight, num_rows), np.int64)
-        self._pending: deque[_Launched] = deque()
-        self._ready: deque[_Launched] = deque()
+        self._lanes = [_Lane(num_buffers, 2 * max_inflight, num_rows) for _ in (MAIN_STREAM, PREFILL_STREAM)]
         self._num_steps = 0
 
     @property
     def num_launched(self) -> int:
         """Steps that have not executed."""
-        return len(self._pending)
+        return sum(len(lane.pending) for lane in self._lanes)
 
     @property
     def num_executed(self) -> int:
         """Steps that have executed and not landed."""
-        return len(self._ready)
+        return sum(len(lane.ready) for lane in self._lanes)
+
+    def num_launched_on(self, stream: int) -> int:
+        return len(self._lanes[stream].pending)
+
+    def num_executed_on(self, stream: int) -> int:
+        return len(self._lanes[stream].ready)
 
     # --- the Runner protocol
 
@@ -214,18 +265,29 @@ class MemoryRunner(FakeDevice):
         self._faults.check_launch(plan.step)
         self._num_steps += 1
         self._join(plan)
-        self._staging[plan.step % len(self._staging)].write(plan)
+        lane = self._lanes[plan.stream]
+        touched = self._touched(plan)
+        others = (other for each in self._lanes if each is not lane for other in each.out())
+        is_racing = any(touched.collides(other.touched) for other in others)
+        if self._verify:
+            assert not is_racing, f"step {plan.step} does not wait for a step of the other stream that it collides with"
+        staging, ring_words = lane.next_places()
+        staging.write(plan)
         results = np.cumsum([chunk.last for chunk in plan.chunks], dtype=np.int64) - 1 + len(plan.rows)
         launched = _Launched(
             plan=plan,
             flight=ManualEvent(plan.step),
+            staging=staging,
+            ring_words=ring_words,
+            touched=touched,
+            is_racing=is_racing,
             rows_left=np.ones(len(plan.rows), np.bool_),
             chunks_left=np.ones(len(plan.chunks), np.bool_),
             chunk_results=np.where([chunk.last for chunk in plan.chunks], results, -1),
         )
         if self.bugs.stale_result_words:
-            launched.words = self._ring[plan.step % len(self._ring), : plan.num_sampled].copy()
-        self._pending.append(launched)
+            launched.words = ring_words[: plan.num_sampled].copy()
+        lane.pending.append(launched)
         if not self._manual:
             asyncio.get_running_loop().call_soon(self._run_oldest)
         return launched.flight
@@ -234,17 +296,19 @@ class MemoryRunner(FakeDevice):
         return {"num_steps": self._num_steps}
 
     async def aclose(self) -> None:
-        while self._pending or self._ready:
+        while self.num_launched or self.num_executed:
             self._run_oldest()
 
     # --- the test's hands
 
-    def execute(self, *, ahead: bool = False) -> None:
-        """Run the oldest step that has not run. ``ahead``: newer steps first, as far as slots allow."""
+    def execute(self, *, ahead: bool = False, stream: int | None = None) -> None:
+        """Run the oldest step that has not run, of all or of a stream. ``ahead``: newer steps of its stream first, as
+        far as slots allow."""
+        lane = self._oldest_lane(stream, lambda lane: lane.pending)
         left: list[tuple[_Launched, NDArray[np.bool_], NDArray[np.bool_]]] = []
         busy = np.zeros(self._info.max_num_seqs, np.bool_)
-        for launched in self._pending if ahead else [self._pending[0]]:
-            staging = self._staging[launched.plan.step % len(self._staging)]
+        for launched in lane.pending if ahead else [lane.pending[0]]:
+            staging = launched.staging
             row_slots = staging.rows[: len(launched.rows_left), 0]
             chunk_slots = staging.chunks[: len(launched.chunks_left), 0]
             left.append((launched, launched.rows_left & ~busy[row_slots], launched.chunks_left & ~busy[chunk_slots]))
@@ -254,22 +318,22 @@ class MemoryRunner(FakeDevice):
                 # The fault may need slots of this step, so nothing behind it runs before it.
                 break
         for launched, rows, chunks in reversed(left):
-            if launched is self._pending[0]:
+            if launched is lane.pending[0]:
                 self._finish_step(launched, rows, chunks)
             elif launched.plan.step not in self._faults.steps:
                 self._run(launched, rows, chunks)
-        self._ready.append(self._pending.popleft())
+        lane.ready.append(lane.pending.popleft())
 
-    def land(self) -> ManualEvent:
-        """Complete the flight of the oldest executed step and return it."""
-        launched = self._ready.popleft()
+    def land(self, *, stream: int | None = None) -> ManualEvent:
+        """Complete the flight of the oldest executed step, of all or of a stream, and return it."""
+        launched = self._oldest_lane(stream, lambda lane: lane.ready).ready.popleft()
         if launched.error is not None:
             launched.flight.fail(launched.error)
             return launched.flight
         plan = launched.plan
         words = launched.words
         if words is None:
-            words = self._ring[plan.step % len(self._ring), : plan.num_sampled]
+            words = launched.ring_words[: plan.num_sampled]
         if self._verify:
             assert np.all(words >> 40 == plan.step), f"a result word of step {plan.step} is of another step"
         flags = (words >> 32) & 0xFF
@@ -280,10 +344,30 @@ class MemoryRunner(FakeDevice):
     # --- inside
 
     def _run_oldest(self) -> None:
-        if self._pending:
+        if self.num_launched:
             self.execute()
-        if self._ready:
+        if self.num_executed:
             self.land()
+
+    def _oldest_lane(self, stream: int | None, steps_of: Callable[[_Lane], deque[_Launched]]) -> _Lane:
+        """The stream's, or that of the oldest of all such steps."""
+        if stream is not None:
+            return self._lanes[stream]
+        return min((lane for lane in self._lanes if steps_of(lane)), key=lambda lane: steps_of(lane)[0].plan.step)
+
+    def _touched(self, plan: BatchPlan) -> _Touched:
+        """By what the plan says, once its joins and table writes have been made; done slots touch less."""
+        size, tables = self._info.block_size, self._slots.blocks
+        spans = [(slot, position, position + 1) for slot, position in plan.rows.tolist()]
+        spans += [(chunk.slot, chunk.start, chunk.start + len(chunk.tokens)) for chunk in plan.chunks]
+        reads = [block for slot, _, end in spans for block in tables[slot, : -(-end // size)].tolist()]
+        writes = [
+            block for slot, start, end in spans for block in tables[slot, start // size : -(-end // size)].tolist()
+        ]
+        slots = [slot for slot, _, _ in spans] + [join.slot for join in plan.joins]
+        for array in (plan.leaves, plan.table_writes[:, 0], plan.token_writes[:, 0]):
+            slots += array.tolist()
+        return _Touched(set(slots), set(reads) - {TRASH_BLOCK}, set(writes) - {TRASH_BLOCK})
 
     def _join(self, plan: BatchPlan) -> None:
         self._slots.bind(plan)
@@ -301,7 +385,7 @@ class MemoryRunner(FakeDevice):
         if launched.error is None:
             self._run(launched, rows, chunks)
             if self.bugs.done_rows_write:
-                self._run_padding(plan)
+                self._run_padding(launched)
         else:
             listed = listed_slots(plan)
             listed = listed[self._joined_by[listed] <= plan.step]
@@ -319,8 +403,7 @@ class MemoryRunner(FakeDevice):
         """Run those rows and chunks of a step: read everything, draw, then write everything."""
         if not rows.any() and not chunks.any():
             return
-        plan, slots, block_size = launched.plan, self._slots, self._info.block_size
-        staging = self._staging[plan.step % len(self._staging)]
+        plan, slots, block_size, staging = launched.plan, self._slots, self._info.block_size, launched.staging
         (row_indices,) = np.nonzero(rows)
         row_slots = staging.rows[row_indices, 0]
         for slot in row_slots.tolist() if staging.token_writes else ():
@@ -400,6 +483,8 @@ class MemoryRunner(FakeDevice):
         """Draw one token a row, write it back to the slot unless the host samples, and put the result word out."""
         plan, slots = launched.plan, self._slots
         live = ~slots.done[sampled]
+        if launched.is_racing:
+            sums = _mix(sums)
         tokens = _draw(sums, slots.seed[sampled], lengths, self._counts[sampled], self._info.vocab_size)
         tokens, ends = slots.settle(sampled, lengths, tokens)
         planted = self._faults.rows.get(plan.step)
@@ -413,13 +498,12 @@ class MemoryRunner(FakeDevice):
         slots.done[sampled[invalid]] = True
         counted = live & ~invalid & self._counting[sampled]
         self._counts[sampled[counted]] += _mix(tokens[counted].astype(np.uint64) + _OUTPUT)
-        self._ring[plan.step % len(self._ring), results] = (int(plan.step) << 40) | (flags << 32) | tokens
+        launched.ring_words[results] = (int(plan.step) << 40) | (flags << 32) | tokens
 
-    def _run_padding(self, plan: BatchPlan) -> None:
+    def _run_padding(self, launched: _Launched) -> None:
         """The planted fault: done rows, and what an earlier plan left in the padding, advance their slots."""
         slots, block_size = self._slots, self._info.block_size
-        staging = self._staging[plan.step % len(self._staging)]
-        num_rows = len(plan.rows)
+        staging, num_rows = launched.staging, len(launched.plan.rows)
         padded = np.unique(staging.rows[num_rows : -(-num_rows // _GRAPH_ROWS) * _GRAPH_ROWS, 0])
         idle = np.unique(np.concatenate([padded, staging.rows[:num_rows, 0][slots.done[staging.rows[:num_rows, 0]]]]))
         positions, tokens = slots.position[idle], slots.last_token[idle]

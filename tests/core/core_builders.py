@@ -3,7 +3,6 @@
 The naive model that everything is held against is ``expected_tokens``: what a sequence outputs alone.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -113,7 +112,7 @@ class World:
         self.told: dict[SequenceId, Told] = {}
         self.now = 0.0
         self._num_submitted = 0
-        self._flying: deque[tuple[StepNumber, bool]] = deque()
+        self._flying: list[tuple[StepNumber, int, bool]] = []
         self._generations: dict[int, np.ndarray] = {}
 
     # --- events
@@ -192,21 +191,23 @@ class World:
         newest = self.scheduler.counters.num_steps
         return self.plans[newest] if newest > num_steps else None
 
-    def execute(self, *, ahead: bool = False) -> None:
+    def execute(self, *, ahead: bool = False, stream: int | None = None) -> None:
         """Run the oldest step that has not run; with ``ahead`` as much of the newer ones before it as slots allow."""
-        self.runner.execute(ahead=ahead)
+        self.runner.execute(ahead=ahead, stream=stream)
         if self.checked:
             self._check_accesses()
 
-    def land(self) -> None:
-        """Land the oldest step, executing what has to be."""
-        step, reached_device = self._flying.popleft()
+    def land(self, *, stream: int | None = None) -> None:
+        """Land the oldest step, of all or of a stream, executing what has to be."""
+        flying = next(each for each in self._flying if stream in (None, each[1]))
+        self._flying.remove(flying)
+        step, stream, reached_device = flying
         if not reached_device:
             self.handle(StepFailed(step, "not launched"))
             return
-        if not self.runner.num_executed:
-            self.execute()
-        flight = self.runner.land()
+        if not self.runner.num_executed_on(stream):
+            self.execute(stream=stream)
+        flight = self.runner.land(stream=stream)
         assert flight.step == step
         try:
             result = flight.result()
@@ -246,6 +247,15 @@ class World:
     @property
     def num_executable(self) -> int:
         return self.runner.num_launched
+
+    @property
+    def streams_inflight(self) -> list[int]:
+        """Streams of steps that have not landed."""
+        return sorted({stream for _, stream, _ in self._flying})
+
+    @property
+    def streams_executable(self) -> list[int]:
+        return [stream for stream in self.scheduler.streams if self.runner.num_launched_on(stream)]
 
     @property
     def live(self) -> list[SequenceId]:
@@ -330,10 +340,10 @@ class World:
         try:
             self.runner.launch(plan)
         except MemoryError as error:
-            self._flying.append((plan.step, False))
+            self._flying.append((plan.step, plan.stream, False))
             self.handle(LaunchFailed(plan.step, str(error)))
         else:
-            self._flying.append((plan.step, True))
+            self._flying.append((plan.step, plan.stream, True))
             self.scheduler.handle(StepLaunched(plan.step), self.now)
 
     def _check_accesses(self) -> None:

@@ -1,6 +1,6 @@
 """The ghost hunt: many short requests on a device where every stale or foreign read shows, looking for one wrong token.
 
-    python tests/core/ghost_hunt.py --requests 100000 [--prefill mixed split]
+    python tests/core/ghost_hunt.py --requests 100000 [--prefill mixed split streams]
 
 Half of the requests share prefixes, a fifth is aborted in whatever phase it is, the pool holds 30 % of what the running
 sequences want, and steps execute as late and as far out of order as fences allow.
@@ -99,11 +99,12 @@ def hunt(
         # Mostly full, so that finishes, aborts and failures find as many steps in flight as there may be.
         full = world.launch() is None
         if world.num_executable and rng.random() < 0.3:
-            world.execute(ahead=rng.random() < 0.7)
+            world.execute(ahead=rng.random() < 0.7, stream=rng.choice(world.streams_executable))
         if world.num_inflight and (full or rng.random() < 0.2):
-            if not world.runner.num_executed and world.num_executable:
-                world.execute(ahead=rng.random() < 0.7)
-            world.land()
+            stream = rng.choice(world.streams_inflight)
+            if not world.runner.num_executed_on(stream) and world.runner.num_launched_on(stream):
+                world.execute(ahead=rng.random() < 0.7, stream=stream)
+            world.land(stream=stream)
         settle()
         if catch.wrong and stop_at_first:
             break
@@ -115,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prefill", nargs="+", default=["mixed", "split"])
+    parser.add_argument("--prefill", nargs="+", default=["mixed", "split", "streams"])
     args = parser.parse_args()
     failed = False
     kinds = list(itertools.product(args.prefill, (4, 8)))

@@ -7,7 +7,7 @@ recount and the device's own assertions are off.
 import pytest
 from ghost_hunt import hunt
 
-from aserve.core import composing
+from aserve.core import composing, landing
 from aserve.core.blocks import BlockLedger
 from aserve.core.ids import StepNumber
 from aserve.core.slots import SlotBook
@@ -15,7 +15,7 @@ from aserve.testing import DeviceBugs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "max_inflight"), [("mixed", 4), ("mixed", 8), ("split", 8)])
+@pytest.mark.parametrize(("prefill", "max_inflight"), [("mixed", 4), ("mixed", 8), ("split", 8), ("streams", 8)])
 def test_no_ghosts(prefill, max_inflight):
     """Thousands of requests with shared prefixes, aborts, failures and preemptions: not one wrong token."""
     catch = hunt(2000, seed=max_inflight, max_inflight=max_inflight, prefill=prefill)
@@ -60,6 +60,42 @@ def free_slots_early(monkeypatch):
     monkeypatch.setattr(SlotBook, "retire", retire_at_once)
 
 
+def decode_early(monkeypatch):
+    """The planted fault: with two streams, a row goes out while the last chunk of its sequence is in flight."""
+    take_chunk = composing._take_chunk
+
+    def take_and_decode(state, sequence, *args):
+        chunk = take_chunk(state, sequence, *args)
+        state.slots.decoding[chunk.slot] |= chunk.last
+        return chunk
+
+    monkeypatch.setattr(composing, "_take_chunk", take_and_decode)
+
+
+def forget_the_other_stream(monkeypatch):
+    """The planted fault: a landing lets fences fall up to its own step, though the other stream is behind."""
+    pop = landing._pop_landed
+
+    def pop_and_advance(state, number):
+        step = pop(state, number)
+        state.ledger.advance(max(number, state.landed))
+        state.slots.advance(state.landed)
+        return step
+
+    monkeypatch.setattr(landing, "_pop_landed", pop_and_advance)
+
+
+def leave_on_any_stream(monkeypatch):
+    """The planted fault: with two streams, leaves go out with whatever step comes next."""
+
+    def take_all(state, *, is_prefill):
+        leaves, state.leaves = state.leaves, []
+        return leaves
+
+    monkeypatch.setattr(composing, "_take_leaves", take_all)
+
+
+STREAMS = {"prefill": "streams"}
 PLANTED = {
     "a block freed a step early": (free_blocks_early, {}),
     "a slot reused without its fence": (free_slots_early, {}),
@@ -67,6 +103,9 @@ PLANTED = {
     "a hash entered at launch": (hash_at_launch, {}),
     "a done row writing": (None, {"bugs": DeviceBugs(done_rows_write=True)}),
     "a stale result word": (None, {"bugs": DeviceBugs(stale_result_words=True)}),
+    "a row before its chunk has landed": (decode_early, STREAMS),
+    "a fence that knows one stream": (forget_the_other_stream, STREAMS),
+    "a leave on the wrong stream": (leave_on_any_stream, STREAMS),
 }
 
 

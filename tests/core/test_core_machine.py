@@ -36,6 +36,8 @@ FAMILIES = {
     "deep": {"policy": "eager", "max_inflight": 8},
     "host sampler": {"policy": "eager", "sampler": "host"},
     "split": {"policy": "eager", "prefill": "split"},
+    "streams": {"policy": "eager", "prefill": "streams"},
+    "streams, host sampler": {"policy": "overlap", "prefill": "streams", "sampler": "host"},
     "collisions": {"policy": "eager", "hash_bits": 1},
 }
 
@@ -140,23 +142,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.launch()
 
     @precondition(lambda self: self.world.num_executable)
-    @rule(ahead=st.booleans())
-    def execute(self, ahead):
-        self.world.execute(ahead=ahead)
+    @rule(ahead=st.booleans(), pick=small)
+    def execute(self, ahead, pick):
+        streams = self.world.streams_executable
+        self.world.execute(ahead=ahead, stream=streams[pick % len(streams)])
 
     @precondition(lambda self: self.world.num_inflight)
-    @rule()
-    def land(self):
-        self.world.land()
+    @rule(pick=small)
+    def land(self, pick):
+        streams = self.world.streams_inflight
+        self.world.land(stream=streams[pick % len(streams)])
 
-    @rule(depth=st.integers(1, 4), steps=st.integers(1, 6))
-    def go_on(self, depth, steps):
+    @rule(depth=st.integers(1, 4), steps=st.integers(1, 6), pick=small)
+    def go_on(self, depth, steps, pick):
         """Some steps in which nothing special happens."""
         for _ in range(steps):
             while self.world.num_inflight < depth and self.world.launch() is not None:
                 pass
-            if self.world.num_inflight:
-                self.world.land()
+            if streams := self.world.streams_inflight:
+                self.world.land(stream=streams[pick % len(streams)])
 
     # --- faults and pressure
 
@@ -227,7 +231,7 @@ def test_scheduler_machine(family):
     """Admit, chunk, launch, execute, land, abort, preempt, evict, flush and fail in any order: nothing ever breaks."""
     explore = int(os.environ.get("ASERVE_TEST_EXPLORE", "0"))
     wanted = NUM_STEPS // len(FAMILIES)
-    name = family.title().replace(" ", "")
+    name = family.title().replace(" ", "").replace(",", "")
     machine = type(name, (SchedulerMachine,), {"fixed": FAMILIES[family]})
     run_state_machine_as_test(
         machine,

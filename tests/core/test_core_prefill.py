@@ -1,9 +1,11 @@
-"""Where chunks of prompts go: beside decode rows, or into steps of their own that take turns with them."""
+"""Where chunks of prompts go: beside decode rows, in steps that take turns with those, or on a stream of their own."""
 
 import pytest
 from core_builders import World
 
+from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM
 from aserve.core.request import FinishReason
+from aserve.core.transitions import BlockState
 
 LENGTH = FinishReason.LENGTH
 
@@ -13,7 +15,7 @@ def kinds(world: World) -> str:
     return "".join("b" if len(p.rows) and p.chunks else "d" if len(p.rows) else "c" for p in world.plans.values())
 
 
-@pytest.mark.parametrize("prefill", ["mixed", "split"])
+@pytest.mark.parametrize("prefill", ["mixed", "split", "streams"])
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_tokens_do_not_depend_on_where_chunks_go(prefill, depth):
     """Prompts of several chunks come while others decode, in a pool that is too small: as if alone."""
@@ -90,3 +92,91 @@ def test_a_newcomer_leaves_running_rows_the_blocks_that_they_want_next():
 
     assert world.scheduler.counters.num_preemptions == 0
     assert world.output(first) == world.expected(first)
+
+
+# --- streams
+
+
+def test_each_kind_of_step_has_its_stream():
+    """Chunks, and with them joins and leaves, on the prefill stream; rows and what they grow by on the main one."""
+    world = World(prefill="streams", max_num_batched_tokens=12)
+    for _ in range(4):
+        world.submit(30, 9)
+    world.run(depth=4)
+
+    assert {(plan.stream, len(plan.rows) > 0, len(plan.chunks) > 0) for plan in world.plans.values()} == {
+        (MAIN_STREAM, True, False),
+        (PREFILL_STREAM, False, True),
+    }
+    assert {plan.stream for plan in world.plans.values() if plan.joins} == {PREFILL_STREAM}
+    assert {plan.stream for plan in world.plans.values() if len(plan.leaves)} <= {PREFILL_STREAM}
+
+
+def test_rows_land_beside_a_chunk_that_takes_longer():
+    """Whatever is out on the prefill stream, decode steps are launched and landed, and their tokens delivered."""
+    world = World(prefill="streams", policy="overlap", max_num_batched_tokens=12)
+    first = world.submit(4, 9)
+    world.step()
+    world.submit(40, 1)
+    while len(world.output(first)) < 9:
+        while world.launch() is not None:
+            pass
+        world.land(stream=MAIN_STREAM)
+
+    assert world.streams_inflight == [PREFILL_STREAM]
+    assert world.output(first) == world.expected(first)
+
+
+def test_the_first_row_waits_for_the_last_chunk():
+    """Launched sooner, it would have to wait on the device, and the rows of all others with it."""
+    world = World(prefill="streams", max_inflight=8)
+    world.submit(6, 3)
+    world.launch()
+
+    assert world.launch() is None
+    world.land()
+    assert world.launch().rows.tolist() == [[0, 6]]
+    world.run()
+    assert world.wrong() == []
+
+
+def test_blocks_and_slots_wait_for_every_older_step_on_any_stream():
+    """A sequence that ended in a decode step gives its blocks back when the older step of chunks has landed too."""
+    world = World(prefill="streams", max_num_batched_tokens=12, enable_prefix_caching=False)
+    first = world.submit(4, 3)
+    world.step()
+    world.submit(40, 1)
+    for _ in range(3):
+        world.launch()
+    for _ in range(2):
+        world.land(stream=MAIN_STREAM)
+
+    assert (world.reason(first), len(world.blocks(BlockState.PENDING))) == (LENGTH, 2)
+    world.land(stream=PREFILL_STREAM)
+    assert world.blocks(BlockState.PENDING) == []
+    world.run()
+    assert world.wrong() == []
+
+
+@pytest.mark.parametrize(("max_inflight", "expected"), [(1, [1, 0]), (2, [1, 1]), (3, [2, 1]), (8, [4, 4])])
+def test_streams_share_the_permits(max_inflight, expected):
+    """Neither can take them all from the other."""
+    world = World(prefill="streams", policy="eager", max_inflight=max_inflight, max_num_batched_tokens=12)
+    world.submit(4, 40)
+    world.step()
+    world.submit(200, 1)
+    while world.launch() is not None:
+        pass
+
+    assert [world.scheduler.inflight.num_on(stream) for stream in (MAIN_STREAM, PREFILL_STREAM)] == expected
+
+
+def test_with_one_permit_streams_take_turns():
+    """As steps of one stream would."""
+    world = World(prefill="streams", max_inflight=1, max_num_batched_tokens=12)
+    world.submit(4, 6)
+    world.step()
+    world.submit(30, 1)
+    world.run()
+
+    assert kinds(world).startswith("cdcdcdcd")
