@@ -4,6 +4,7 @@
 
 runs the whole grid {alone, 16 at once} x {chunk 16, 64, 512} x {prefix cache on, off} x {sync, overlap} and a pool so
 small that it preempts; ``test_e2e_reference.py`` runs six combinations that cover every pair, and the small pool.
+``tests/gpu/reference_text.py`` does the like on a GPU.
 """
 
 import argparse
@@ -14,10 +15,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from e2e_builders import chat_prompts, generate_all, questions, real_engine
+
+from aserve.engine.engine import Engine
 
 NEAR_TIE = 1e-4
 """A gap between the two best logits below which either may win: float32 sums in another order differ by more."""
@@ -25,13 +28,18 @@ NEAR_TIE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One way of running. num_blocks 0 is a pool as large as memory allows."""
+    """One way of running. num_blocks 0 is a pool as large as memory allows.
+
+    at_once: with more of them than prompts, prompts repeat. rounds: everything is generated so often, in one engine.
+    """
 
     at_once: int
     chunk: int
     prefix_cache: bool
-    policy: Literal["sync", "overlap"]
+    policy: Literal["sync", "overlap", "eager"]
     num_blocks: int = 0
+    rounds: int = 1
+    max_inflight: int = 4
 
     def __str__(self) -> str:
         cache = "cached" if self.prefix_cache else "uncached"
@@ -56,12 +64,14 @@ SMALL_POOL = Combination(16, 64, True, "overlap", num_blocks=64)
 class Reference:
     """transformers' own model in float32: what it generates, and its logits where we differ."""
 
-    def __init__(self, folder: Path, prompts: list[np.ndarray], num_tokens: int) -> None:
+    def __init__(self, folder: Path, prompts: list[np.ndarray], num_tokens: int, device: str = "cpu") -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        # On a GPU torch's fused attention rounds float32 more coarsely than the definition.
+        attention = {} if device == "cpu" else {"attn_implementation": "eager"}
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention).to(device)
         self.prompts = prompts
         self.outputs = self._generate(num_tokens)
 
@@ -73,7 +83,10 @@ class Reference:
         for row, prompt in enumerate(self.prompts):
             ids[row, length - len(prompt) :] = self._torch.from_numpy(prompt)
             mask[row, length - len(prompt) :] = 1
-        outputs = self._model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False)
+        device = self._model.device
+        outputs = self._model.generate(
+            ids.to(device), attention_mask=mask.to(device), max_new_tokens=num_tokens, do_sample=False
+        )
         ends = self._model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends)
         return [_until(output, ends) for output in outputs[:, length:].tolist()]
@@ -81,10 +94,14 @@ class Reference:
     def gap(self, index: int, position: int) -> float:
         """Difference of the two best logits for output token ``position`` of prompt ``index``."""
         context = np.concatenate((self.prompts[index], np.array(self.outputs[index][:position], np.int32)))
-        with self._torch.inference_mode():
-            logits = self._model(self._torch.tensor(context[None], dtype=self._torch.long)).logits[0, -1]
-        best, second = logits.topk(2).values.tolist()
+        best, second = self.logits(context)[-1].topk(2).values.tolist()
         return best - second
+
+    def logits(self, tokens: np.ndarray) -> Any:
+        """Of every position of ``tokens``, float32."""
+        with self._torch.inference_mode():
+            ids = self._torch.tensor(tokens[None], dtype=self._torch.long, device=self._model.device)
+            return self._model(ids).logits[0].float()
 
 
 def _until(tokens: list[int], ends: set[int]) -> list[int]:
@@ -94,15 +111,18 @@ def _until(tokens: list[int], ends: set[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """Answers that are equal, and the others as (prompt, position of the first difference, gap)."""
+
     num_equal: int
     near_ties: list[tuple[int, int, float]]
     wrong: list[tuple[int, int, float]]
     num_preemptions: int
+    num_cached_tokens: int
     seconds: float
 
 
 async def run(folder: Path, reference: Reference, combination: Combination, num_tokens: int, threads: int) -> Outcome:
-    """Generate everything in one engine and compare. ``near_ties`` and ``wrong`` hold (prompt, position, gap)."""
+    """Generate everything in an engine of its own and compare."""
     async with real_engine(
         folder,
         threads=threads,
@@ -112,20 +132,36 @@ async def run(folder: Path, reference: Reference, combination: Combination, num_
         num_blocks=combination.num_blocks,
         enable_prefix_caching=combination.prefix_cache,
         policy=combination.policy,
+        max_inflight=combination.max_inflight,
     ) as engine:
-        start = time.perf_counter()
-        ours = await generate_all(engine, reference.prompts, num_tokens, combination.at_once)
-        seconds = time.perf_counter() - start
-        num_preemptions = engine.statistics().num_preemptions
+        return await compare(engine, reference, combination, num_tokens)
+
+
+async def compare(engine: Engine, reference: Reference, combination: Combination, num_tokens: int) -> Outcome:
+    """Generate everything in a new engine that was made as ``combination`` says."""
+    num_prompts = len(reference.prompts)
+    chosen = [index % num_prompts for index in range(max(num_prompts, combination.at_once))]
+    start, ours = time.perf_counter(), []
+    for _ in range(combination.rounds):
+        prompts = [reference.prompts[index] for index in chosen]
+        ours += await generate_all(engine, prompts, num_tokens, combination.at_once)
+    seconds, statistics = time.perf_counter() - start, engine.statistics()
     near_ties, wrong = [], []
-    for index, (mine, theirs) in enumerate(zip(ours, reference.outputs, strict=True)):
+    for index, mine in zip(chosen * combination.rounds, ours, strict=True):
+        theirs = reference.outputs[index]
         if mine == theirs:
             continue
         position = next(i for i, pair in enumerate(itertools.zip_longest(mine, theirs)) if pair[0] != pair[1])
         gap = reference.gap(index, position)
         (near_ties if gap < NEAR_TIE else wrong).append((index, position, gap))
-    num_equal = len(ours) - len(near_ties) - len(wrong)
-    return Outcome(num_equal, near_ties, wrong, num_preemptions, seconds)
+    return Outcome(
+        num_equal=len(ours) - len(near_ties) - len(wrong),
+        near_ties=near_ties,
+        wrong=wrong,
+        num_preemptions=statistics.num_preemptions,
+        num_cached_tokens=statistics.prefix_cache_hits,
+        seconds=seconds,
+    )
 
 
 def main() -> int:

@@ -107,7 +107,7 @@ def test_a_hub_id(tmp_path: Path) -> None:
         (
             ["--max-num-batched-tokens", "79"],
             {},
-            "scheduler.max_num_batched_tokens: 79 is too few; a step must hold max_num_seqs + block_size = 96 tokens; 0",
+            "scheduler.max_num_batched_tokens: 79 is too few; a step must hold max_num_seqs + block_size = 96 tokens;",
         ),
         (["--host", "192.0.2.1"], {}, "This machine has no address 192.0.2.1; choose another one with --host."),
     ],
