@@ -27,6 +27,9 @@ sooner than predicted a step ends."""
 WINDOW: Final = 256
 """Alarms, launches and landings that they are taken from."""
 
+BELIEVED: Final = 1 / 4
+"""Of what a landing came later than predicted, where a busy loop may be the reason."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -111,17 +114,23 @@ class _Work:
     behind_s: float = 0.0
     total_s: float = 0.0
 
+    def left_s(self, now: float) -> float:
+        """Of an oldest step that is overdue nothing is left, as far as anybody can tell."""
+        return max(self.oldest_end_s - now, 0.0) + self.behind_s
+
 
 class Late:
     """At once while nothing is out. Else when the predicted work left falls to the lead: what a launch costs, how late
     the loop wakes up at worst, how much sooner than predicted the work may end, and a margin for what nobody can see.
 
     So a long step has none behind it until its very end, and short ones have several. Where a step that is out has no
-    prediction this is ``overlap``.
+    prediction this is ``overlap``. An alarm is for the end of a step that is out alone; behind several, landings come
+    soon enough to ask again, and an alarm a step would be dearer than what it saves.
 
-    Landings are seen late as well, by what alarms are late in the middle; a step's time on the device is taken from
-    launch, or the end before it, to end. Lateness that no alarm measures is forgotten, landing by landing, lest a bad
-    moment keep the lead so long that no alarm is ever set again.
+    A step's time on the device is taken from its launch, or the end before it, to its end. Its landing is seen no
+    earlier than that, and later where the loop is busy or wakes up late: of such a delay a part is believed, so that
+    ends follow the lower edge of what is seen. Lateness that no alarm measures is forgotten, landing by landing, lest
+    one bad moment keep the lead so long that no alarm is ever set again.
     """
 
     def __init__(self, max_inflight: int, margin_s: float) -> None:
@@ -144,10 +153,9 @@ class Late:
         if work is None:
             return -math.inf if len(self._steps) < OVERLAP_DEPTH else math.inf
         lead_s = self._lead_s(work)
-        if work.oldest_end_s > now:
-            return work.oldest_end_s + work.behind_s - lead_s
-        # Overdue: what is left of the oldest cannot be told, and to ask again and again would be to poll.
-        return -math.inf if work.behind_s <= lead_s else math.inf
+        if work.left_s(now) <= lead_s:
+            return -math.inf
+        return work.oldest_end_s - lead_s if len(self._steps) == 1 else math.inf
 
     def _work(self) -> _Work | None:
         """None if any step has no prediction."""
@@ -177,7 +185,7 @@ class Late:
         self._steps.append(_Step(plan.step, shape, predicted_s, now))
         if work is None:
             return None
-        return Forecast(max(work.oldest_end_s - now, 0.0) + work.behind_s, predicted_s)
+        return Forecast(work.left_s(now), predicted_s)
 
     def launched(self, step: StepNumber, now: float) -> None:
         newest = self._steps[-1]
@@ -197,13 +205,21 @@ class Late:
             self._lateness_s.forget()
         self._was_woken = False
         started_s = max(oldest.launched_s, self._free_s)
-        self._free_s = max(now - self._lateness_s.quantile(0.5), started_s)
+        self._free_s = max(self._ended_s(started_s, oldest.predicted_s, now), started_s)
         taken_s = self._free_s - started_s
         if failed or oldest.shape is None or taken_s <= 0.0:
             return
         if oldest.predicted_s:
             self._early.add(1.0 - taken_s / oldest.predicted_s)
         self._predictor.learn(oldest.shape, taken_s, oldest.predicted_s)
+
+    def _ended_s(self, started_s: float, predicted_s: float | None, seen_s: float) -> float:
+        """When a step ended whose landing was seen at ``seen_s``."""
+        if predicted_s is None:
+            return seen_s
+        delay_s = seen_s - started_s - predicted_s
+        usual_s = self._costs_s.quantile(COST_SHARE) + self._lateness_s.quantile(LATENESS_SHARE)
+        return seen_s - (1.0 - BELIEVED) * delay_s if 0.0 < delay_s <= usual_s else seen_s
 
     def woken(self, asked_s: float, now: float) -> None:
         self._lateness_s.add(max(now - asked_s, 0.0))
