@@ -24,6 +24,8 @@ import orjson
 
 from aserve.config import Config, find_keyword, load_config
 from aserve.core.request import FinishReason, SamplingParams
+from aserve.device.alarm import Alarm
+from aserve.device.alarm import is_supported as alarm_is_supported
 from aserve.engine.engine import Engine as CoreEngine
 from aserve.engine.engine import EngineStatistics, Health
 from aserve.engine.generation import Delta, Usage
@@ -185,7 +187,13 @@ class Engine:
             if not loading.cancelled() and loading.exception() is None:
                 await loading.result().runner.aclose()
             raise
-        core = CoreEngine(parts.runner, parts.tokenizer, self._config.scheduler, self._config.engine)
+        core = CoreEngine(
+            parts.runner,
+            parts.tokenizer,
+            self._config.scheduler,
+            self._config.engine,
+            make_alarm=Alarm if alarm_is_supported() else None,
+        )
         limits = self._config.limits
         self._preparer = Preparer(
             renderer=parts.renderer,

@@ -18,6 +18,8 @@ import uvloop
 
 from aserve.config import Config
 from aserve.core.request import SamplingParams
+from aserve.device.alarm import Alarm
+from aserve.device.alarm import is_supported as alarm_is_supported
 from aserve.device.threads import prepare_process
 from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
@@ -140,6 +142,7 @@ async def _serve(
         config.engine,
         observer=MetricsObserver(metrics),
         log=log.logger.bind(part="engine"),
+        make_alarm=Alarm if alarm_is_supported() else None,
     )
     watch = LoopWatch(
         metrics.loop_lag,

@@ -12,6 +12,7 @@ from aserve.core.actions import Action, DeliverTokens, Launch, WakeAt
 from aserve.core.admission import Limits, admit, fit_max_tokens
 from aserve.core.ids import SequenceId
 from aserve.core.options import SchedulerOptions
+from aserve.core.plan import MAIN_STREAM
 from aserve.core.request import MAX_STOP_IDS, FinishReason, SamplingParams, SequenceSpec
 from aserve.core.scheduler import Scheduler
 from aserve.engine.deliver import Choice, Deliverer
@@ -41,7 +42,13 @@ _QUEUED_POOLS = 8  # default bound of the waiting prompt tokens, in KV pools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """A moment's figures and totals since start; prefix_cache figures count tokens."""
+    """A moment's figures and totals since start; prefix_cache figures count tokens.
+
+    num_eligible_rows: rows that steps could have had at the moment the device began them, a row being one sequence with
+    work, as far as there are slots. num_left_out_rows: those of them that were not in the step, most of them because
+    they came after it was composed; its share of the former is how fragmented the batches are. bubble_s: time that the
+    device stood idle beside work. policy: what the launch policy knows, times in the unit of their names.
+    """
 
     num_waiting: int
     num_queued_tokens: int
@@ -63,10 +70,14 @@ class EngineStatistics:
     num_prefill_tokens: int
     num_preemptions: int
     num_wasted_rows: int
+    num_eligible_rows: int
+    num_left_out_rows: int
+    bubble_s: float
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    policy: dict[str, float]
     runner: dict[str, float]
 
 
@@ -162,6 +173,8 @@ class Engine:
         self._calls: dict[str, _Call] = {}
         self._sequence_ids = itertools.count(1)
         self._num_accepted = 0
+        self._num_eligible_rows = 0
+        self._num_left_out_rows = 0
         self._num_rejected = 0
         self._num_finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
         self._is_draining = False
@@ -445,6 +458,9 @@ class Engine:
         self._carry_out(rest)
         committed_s = self._clock()
         self._launcher.launch_due(landed_s)
+        self._num_eligible_rows += step.num_eligible
+        num_places = len(plan.rows) + len(plan.chunks) - num_wasted_rows
+        self._num_left_out_rows += max(step.num_eligible - num_places, 0)
         assert step.started_s is not None, "the oldest step has started"
         self._observer.step_landed(
             StepLanding(
@@ -530,10 +546,14 @@ class Engine:
             num_prefill_tokens=counters.num_prefill_tokens,
             num_preemptions=counters.num_preemptions,
             num_wasted_rows=counters.num_wasted_rows,
+            num_eligible_rows=self._num_eligible_rows,
+            num_left_out_rows=self._num_left_out_rows,
+            bubble_s=self._launcher.bubble_s,
             prompt_tokens=counters.num_prompt_tokens,
             generation_tokens=counters.num_generated_tokens,
             prefix_cache_queries=counters.num_prefix_queries,
             prefix_cache_hits=counters.num_prefix_hits,
+            policy=scheduler.policies[MAIN_STREAM].statistics(),
             runner=self._runner.statistics(),
         )
 

@@ -44,6 +44,7 @@ class LaunchLoop:
     """Composes through the scheduler and launches through the runner, while there are permits and the policy says so.
 
     carry_out(actions): the engine's, for everything but Launch and WakeAt.
+    bubble_s: how long in all the device has stood idle beside work.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LaunchLoop:
         self._alarm_s = -math.inf  # when it rings; in the past where it has rung or was never set
         self._has_rung = False
         self._idle_since_s: float | None = None  # the device, beside work
+        self.bubble_s = 0.0
 
     def wake(self) -> None:
         """Something arrived. What else arrives in this tick of the loop is composed into the same step."""
@@ -138,6 +140,7 @@ class LaunchLoop:
         bubble_s = 0.0
         if not len(self._lander) and self._idle_since_s is not None:
             bubble_s = launched_s - self._idle_since_s
+            self.bubble_s += bubble_s
         self._scheduler.handle(events.StepLaunched(plan.step), launched_s)
         self._lander.push(flight, launch, launched_s)
         predicted_end_s = None

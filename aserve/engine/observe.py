@@ -15,10 +15,20 @@ class MetricsObserver:
         self.inter_token = metrics.inter_token_latency.observe
         self.request_rejected = metrics.rejected.add
 
-    def step_launched(self, launch: StepLaunch) -> None: ...
+    def step_launched(self, launch: StepLaunch) -> None:
+        metrics = self._metrics
+        metrics.launch_duration.observe(launch.launched_s - launch.composed_s)
+        metrics.step_rows.observe(launch.num_rows + launch.num_chunks)
+        if launch.lead_s is not None and launch.num_inflight > 1:
+            metrics.launch_lead.observe(launch.lead_s)
+        if launch.bubble_s:
+            metrics.device_bubble.observe(launch.bubble_s)
 
     def step_landed(self, landing: StepLanding) -> None:
-        self._metrics.step_duration.observe(landing.landed_s - landing.started_s)
+        taken_s = landing.landed_s - landing.started_s
+        self._metrics.step_duration.observe(taken_s)
+        if landing.predicted_s is not None and taken_s > 0.0 and not landing.failed:
+            self._metrics.step_prediction_error.observe(abs(landing.predicted_s - taken_s) / taken_s)
 
     def delivered(self, start_s: float, end_s: float, num_tokens: int) -> None: ...
 

@@ -54,6 +54,12 @@ STEP_BUCKETS: Final = (
 LAG_BUCKETS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0,
 )  # fmt: skip
+LEAD_BUCKETS: Final = (
+    0.0001, 0.0002, 0.0003, 0.0004, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02,
+    0.05, 0.1, 0.25, 0.5, 1.0,
+)  # fmt: skip
+ROW_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+RATIO_BUCKETS: Final = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
 
 
 class Counter:
@@ -126,8 +132,8 @@ class Metrics:
 
     SCRAPED: Final = (
         "num_running", "num_waiting", "num_parked", "num_queued_tokens", "num_inflight_steps", "kv_cache_usage",
-        "num_steps", "num_wasted_rows", "num_preemptions", "prompt_tokens", "generation_tokens",
-        "prefix_cache_queries", "prefix_cache_hits",
+        "num_steps", "num_wasted_rows", "num_eligible_rows", "num_left_out_rows", "num_preemptions", "prompt_tokens",
+        "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
     )  # fmt: skip
     """Attributes that ``render`` copies from the statistics, where they are there. kv_cache_usage is 0 to 1;
     prefix_cache_* count tokens looked up and found."""
@@ -149,6 +155,8 @@ class Metrics:
         self.num_preemptions = Counter()
         self.num_steps = Counter()
         self.num_wasted_rows = Counter()
+        self.num_eligible_rows = Counter()
+        self.num_left_out_rows = Counter()
         self.log_lines_dropped = Counter()
         self.finished = LabelledCounter(FINISH_REASONS)
         self.rejected = LabelledCounter(REJECT_REASONS)
@@ -161,6 +169,11 @@ class Metrics:
         self.e2e_latency = Histogram(REQUEST_BUCKETS)
         self.http_duration = Histogram(REQUEST_BUCKETS)
         self.step_duration = Histogram(STEP_BUCKETS)
+        self.step_rows = Histogram(ROW_BUCKETS)
+        self.step_prediction_error = Histogram(RATIO_BUCKETS)
+        self.launch_duration = Histogram(LEAD_BUCKETS)
+        self.launch_lead = Histogram(LEAD_BUCKETS)
+        self.device_bubble = Histogram(LEAD_BUCKETS)
         self.loop_lag = Histogram(LAG_BUCKETS)
         self.gc_pause = Histogram(LAG_BUCKETS)
 
@@ -225,6 +238,8 @@ class Metrics:
             ("preemptions", self.num_preemptions, "Sequences that gave up their blocks to run later."),
             ("steps", self.num_steps, "Steps launched."),
             ("wasted_rows", self.num_wasted_rows, "Rows computed for sequences that had already ended."),
+            ("eligible_rows", self.num_eligible_rows, "Rows that steps could have had when the device began them."),
+            ("left_out_rows", self.num_left_out_rows, "Of the eligible rows, those that came too late for the step."),
             ("log_lines_dropped", self.log_lines_dropped, "Log records that could not be written in time."),
         ):
             yield CounterMetricFamily(prefix + name, text, value=counter.value)
@@ -248,6 +263,19 @@ class Metrics:
                 self.step_duration,
                 "From a step's launch, or the landing before, to its landing.",
             ),
+            ("step_rows", self.step_rows, "Sequences in a step: decode rows and prompt chunks."),
+            (
+                "step_prediction_error_ratio",
+                self.step_prediction_error,
+                "Difference of a step's predicted time and what it took, as a share of that.",
+            ),
+            ("launch_duration_seconds", self.launch_duration, "Composing a step and handing it to the device."),
+            (
+                "launch_lead_seconds",
+                self.launch_lead,
+                "Predicted work that the device had left when a step was composed behind it.",
+            ),
+            ("device_bubble_seconds", self.device_bubble, "The device stood idle beside work, from landing to launch."),
             ("loop_lag_seconds", self.loop_lag, "Lateness of a timer of the event loop."),
             ("gc_pause_seconds", self.gc_pause, "Pauses of the garbage collector."),
         ):

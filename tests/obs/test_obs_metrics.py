@@ -42,9 +42,11 @@ OWN_NAMES = {
         "build_info num_requests_running num_requests_waiting num_requests_parked queued_tokens steps_in_flight "
         "kv_cache_usage_ratio prompt_tokens_total generation_tokens_total prefix_cache_queries_total "
         "prefix_cache_hits_total preemptions_total steps_total wasted_rows_total log_lines_dropped_total "
-        "requests_finished_total requests_rejected_total request_queue_time_seconds time_to_first_token_seconds "
-        "inter_token_latency_seconds time_per_output_token_seconds e2e_request_latency_seconds "
-        "http_request_duration_seconds step_duration_seconds loop_lag_seconds gc_pause_seconds"
+        "eligible_rows_total left_out_rows_total step_rows step_prediction_error_ratio launch_duration_seconds "
+        "launch_lead_seconds device_bubble_seconds requests_finished_total requests_rejected_total "
+        "request_queue_time_seconds time_to_first_token_seconds inter_token_latency_seconds "
+        "time_per_output_token_seconds e2e_request_latency_seconds http_request_duration_seconds "
+        "step_duration_seconds loop_lag_seconds gc_pause_seconds"
     ).split()
 }
 VLLM_NAMES = {
