@@ -7,7 +7,7 @@ from typing import Final, NoReturn
 
 from aserve import __version__
 from aserve.cli.arguments import split_options
-from aserve.cli.parsers import COMMANDS, Parser, load_command, make_parser
+from aserve.cli.parsers import COMMANDS, SUBCOMMANDS, Parser, load_command, make_parser
 from aserve.errors import ConfigError, ModelError
 
 EXIT_USAGE: Final = 2
@@ -33,7 +33,9 @@ def _run(arguments: list[str]) -> int:
     command = "serve"
     if arguments and not arguments[0].startswith("-"):
         command = arguments.pop(0)
-    if command not in COMMANDS:
+    if arguments and f"{command} {arguments[0]}" in SUBCOMMANDS:
+        command = f"{command} {arguments.pop(0)}"
+    if command not in COMMANDS | SUBCOMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         raise ConfigError(
             f"There is no command {command!r}"

@@ -16,6 +16,10 @@ COMMANDS: Final = {
     "completion": "print a script with which bash, zsh or fish completes these commands and their options",
 }
 
+SUBCOMMANDS: Final = {
+    "bench lab": "run experiments about when to launch, on a device made of costs or a real one, or plan for a load",
+}
+
 
 class Command(Protocol):
     """A module of ``aserve.cli``, named like its command. Importing it must stay light: --help waits for it."""
@@ -35,16 +39,17 @@ class Parser(ArgumentParser):
 
 
 def load_command(name: str) -> Command:
-    """The module behind a name out of COMMANDS."""
-    return cast(Command, import_module(f"aserve.cli.{name}"))
+    """The module behind a name out of COMMANDS or SUBCOMMANDS."""
+    return cast(Command, import_module(f"aserve.cli.{name.replace(' ', '_')}"))
 
 
 def make_parser(name: str) -> Parser:
     """The parser of a command, complete."""
-    usage, description = None, f"{COMMANDS[name][:1].upper()}{COMMANDS[name][1:]}."
+    text = (COMMANDS | SUBCOMMANDS)[name]
+    usage, description = None, f"{text[:1].upper()}{text[1:]}."
     if name == "serve":
         usage = "python -m aserve [COMMAND] [MODEL] [OPTION ...]"
-        listed = "".join(f"  {command:<12}{text}\n" for command, text in COMMANDS.items())
+        listed = "".join(f"  {command:<12}{text}\n" for command, text in (COMMANDS | SUBCOMMANDS).items())
         description = f"Serve a language model from one event loop.\n\ncommands:\n{listed}"
     parser = Parser(
         prog=f"python -m aserve {name}",

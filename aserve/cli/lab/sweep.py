@@ -1,0 +1,92 @@
+"""The sweep of the cost model: where late launching loses, if anywhere."""
+
+import itertools
+from typing import Final
+
+import numpy as np
+
+from aserve.cli.lab import study
+from aserve.cli.lab.experiments_batching import AT_LEAST, WARM_UP, WARM_UP_SEED, host_costs
+from aserve.cli.lab.findings import Cell, Claim, Experiment, Panel, Table
+from aserve.cli.lab.laboratory import Lab, poisson, setup_of
+from aserve.cli.lab.running import Run
+
+FACTORS: Final = (0.5, 1.0, 1.5)
+NOISES: Final = (0.0, 0.1, 0.3)
+_OTHERS: Final = ("plain", "overlap")
+
+
+def cost_sweep(lab: Lab) -> Experiment:
+    """Number 0: not one of the ten, but what makes them trustworthy."""
+    case = study.SECOND_BATCHING
+    num_seeds = max(2, lab.num_seeds // 2)
+    rows: list[tuple[Cell, ...]] = []
+    losses: list[str] = []
+    shares: dict[float, list[float]] = {noise: [] for noise in NOISES}
+    for noise, device, host in itertools.product(NOISES, FACTORS, FACTORS):
+        runs: dict[str, list[Run]] = {}
+        for policy in (*_OTHERS, "late"):
+            setup = setup_of(
+                policy,
+                case.costs(noise).scaled(device),
+                host_costs(case, share_before=0.5).scaled(host),
+                max_num_seqs=128,
+            )
+            runs[policy] = [
+                lab.run(
+                    setup,
+                    poisson(case.rate, case.num_requests, seed),
+                    warm_up=poisson(case.rate, WARM_UP, WARM_UP_SEED + seed),
+                    seed=seed,
+                )
+                for seed in range(num_seeds)
+            ]
+        rate = {policy: float(np.mean([run.requests_per_s for run in each])) for policy, each in runs.items()}
+        wait = {policy: float(np.mean([run.latency_ms for run in each])) for policy, each in runs.items()}
+        best_rate, best_ms = max(rate[p] for p in _OTHERS), min(wait[p] for p in _OTHERS)
+        throughput, share = rate["late"] / best_rate, wait["late"] / best_ms
+        rows.append(
+            (
+                f"{noise:.0%}", f"{device:g}", f"{host:g}", *(round(wait[p]) for p in (*_OTHERS, "late")),
+                round(throughput, 3), round(share, 3),
+            )
+        )  # fmt: skip
+        if throughput < AT_LEAST or share > 1 / AT_LEAST:
+            losses.append(f"noise {noise:.0%}, device x {device:g}, host x {host:g} ({throughput:.3f}, {share:.3f})")
+        shares[noise].append(share)
+    return Experiment(
+        number=0,
+        title="Sweep of the cost model",
+        about=(
+            f"Experiment 6's second run with device and processor at {', '.join(f'{f:g}' for f in FACTORS)} times its "
+            f"costs (half of the processor's after a step), and noise of {', '.join(f'{n:.0%}' for n in NOISES)} a "
+            f"step (sigma of its logarithm); {num_seeds} seeds. Where does late launching lose to the better of plain "
+            "and overlap?"
+        ),
+        tables=(
+            Table(
+                title="",
+                columns=(
+                    "noise", "device x", "processor x", "plain's latency ms", "overlap's", "late's",
+                    "late's throughput, of the best other's", "late's latency, of the best other's",
+                ),
+                rows=tuple(rows),
+            ),
+        ),
+        claims=(
+            Claim.of(
+                f"late is at least {AT_LEAST} of the better of plain and overlap everywhere, in throughput and latency",
+                not losses,
+                f"everywhere, {len(rows)} points" if not losses else f"not at {len(losses)} of {len(rows)} points",
+                reason="(throughput, latency as shares of the best) " + "; ".join(losses),
+            ),
+        ),
+        panels=(
+            Panel(
+                title="late's latency, of the best other's", unit="", kind="lines",
+                x=tuple(f"{device:g}/{host:g}" for device, host in itertools.product(FACTORS, FACTORS)),
+                x_title="device x / processor x",
+                series={f"noise {noise:.0%}": values for noise, values in shares.items()},
+            ),
+        ),
+    )  # fmt: skip
