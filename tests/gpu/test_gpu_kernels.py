@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from kernel_builders import TOLERANCE, Batch, batch, change_slots, distance, ints, normal
+from kernel_builders import (
+    TOLERANCE,
+    Batch,
+    batch,
+    change_slots,
+    check_frequencies,
+    distance,
+    exact_distribution,
+    ints,
+    normal,
+)
 
 from aserve.core.ids import Epoch, Slot
 from aserve.core.plan import FLAG_DONE, Join
@@ -109,19 +119,7 @@ def test_frequencies_of_a_hundred_thousand_draws() -> None:
 
     sample(logits_RV, logits_RV, torch.zeros_like(lengths_R), lengths_R, table, tokens_R=tokens_R, flags_R=flags_R)
 
-    p = (logits_V.double() / 1.3).softmax(0)
-    p[p < 0.03 * p.max()] = 0
-    p[p < p.sort().values[-20]] = 0
-    p /= p.sum()
-    order = p.argsort(descending=True)
-    p[order[p[order].cumsum(0) - p[order] >= 0.85]] = 0
-    p /= p.sum()
-    counts = torch.bincount(tokens_R.long(), minlength=vocab_size).double()
-    kept = p > 0
-    assert counts[~kept].sum() == 0
-    freedom = int(kept.sum()) - 1
-    chi2 = float(((counts[kept] - num_rows * p[kept]) ** 2 / (num_rows * p[kept])).sum())
-    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5
+    check_frequencies(tokens_R, exact_distribution(logits_V, params))
 
 
 def test_the_draw_over_a_whole_vocabulary_is_the_cpus() -> None:

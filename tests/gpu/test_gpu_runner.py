@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_builders import GREEDY, PlanHost, Sizes, chunk_of, join, make_runner
+from kernel_builders import check_frequencies, exact_distribution
 
 sys.path.append(str(Path(__file__).parent.parent / "model"))
 
@@ -39,6 +40,11 @@ def deep_model(name: str) -> Any:
     heads = {"num_key_value_heads": 8} if "multi-head" in name else {"num_key_value_heads": 2}
     kept = {key: value for key, value in overrides.items() if key not in ("num_attention_heads", "head_dim")}
     return hf_model(model_type, **{**kept, **DEEP, **heads})
+
+
+def tiny_model() -> Any:
+    """Two layers; its next token is one of 97."""
+    return hf_model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.3)
 
 
 def hf_logprobs(model: Any, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +110,42 @@ async def test_256_ragged_rows(tmp_path: Path) -> None:
     await host.runner.aclose()
 
     assert {slot: results[slot] for slot in chosen} == alone
+
+
+FILTERS = {
+    "top-k": SamplingParams(temperature=1.5, top_k=20),
+    "top-p": SamplingParams(temperature=1.5, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.5, min_p=0.1),
+    "all": SamplingParams(temperature=1.5, top_k=40, top_p=0.9, min_p=0.05),
+}
+NUM_DRAWS, NUM_ROWS = 100_000, 256
+
+
+@pytest.mark.parametrize("name", FILTERS)
+async def test_frequencies_of_a_hundred_thousand_draws(name: str, tmp_path: Path) -> None:
+    """One prompt's next token, drawn by as many sequences with seeds of their own, a batch of decode rows at a time."""
+    sizes = Sizes(max_num_seqs=NUM_ROWS, max_num_tokens=NUM_ROWS + 16, max_model_len=32, num_blocks=2 * NUM_ROWS)
+    host = PlanHost(make_runner(save(tiny_model(), tmp_path / "tiny"), sizes))
+    tokens, slots = prompt(9), range(NUM_ROWS)
+    writes = host.table(0, 16)
+    await host.launch(joins=(join(0, tokens),), table_writes=writes, chunks=(chunk_of(0, tokens, 0, 8),))
+    tables = [writes, *(host.table(slot, 16, [writes[0][2]]) for slot in slots[1:])]
+    table_writes = [write for table in tables for write in table]
+
+    drawn: list[np.ndarray] = []
+    for first in range(0, NUM_DRAWS, NUM_ROWS):
+        flight = host.launch(
+            leaves=list(slots),
+            joins=tuple(join(slot, tokens, position=8, params=FILTERS[name], seed=first + slot) for slot in slots),
+            table_writes=table_writes,
+            token_writes=[(slot, 8, tokens[8]) for slot in slots],
+            rows=[(slot, 8) for slot in slots],
+        )
+        drawn.append((await flight).tokens[:, 0])
+    logits_V = host.runner._steps.logits_SV[0].cpu()
+    await host.runner.aclose()
+
+    check_frequencies(torch.from_numpy(np.concatenate(drawn)[:NUM_DRAWS]), exact_distribution(logits_V, FILTERS[name]))
 
 
 @pytest.fixture(scope="module")

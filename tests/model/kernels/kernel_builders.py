@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aserve.core.ids import StepNumber
 from aserve.core.plan import BatchPlan
+from aserve.core.request import SamplingParams
 from aserve.model.kernels.attention_plan import AttentionPlan
 from aserve.model.kernels.differences import HEADER_WORDS, apply_differences
 from aserve.model.kernels.slots import SlotTensors
@@ -113,3 +114,24 @@ def batch(
         query_starts=starts,
         context_lens=[length for _, length in sequences],
     )
+
+
+def exact_distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """What a sampler draws from, float64: min-p, then top-k, then the fewest of the rest that reach top-p."""
+    p = (logits_V.double() / params.temperature).softmax(0)
+    p[p < params.min_p * p.max()] = 0
+    if params.top_k:
+        p[p < p.sort().values[-params.top_k]] = 0
+    p /= p.sum()
+    order = p.argsort(descending=True)
+    p[order[p[order].cumsum(0) - p[order] >= params.top_p]] = 0
+    return p / p.sum()
+
+
+def check_frequencies(tokens_R: Tensor, p_V: Tensor) -> None:
+    """Nothing is drawn that has no probability, the rest in proportion: chi-square within 5 standard deviations."""
+    counts, num_draws, kept = torch.bincount(tokens_R.long(), minlength=len(p_V)).double(), len(tokens_R), p_V > 0
+    assert counts[~kept].sum() == 0
+    expected, freedom = num_draws * p_V[kept], int(kept.sum()) - 1
+    assert freedom > 0
+    assert float(((counts[kept] - expected) ** 2 / expected).sum()) < freedom + 5 * (2 * freedom) ** 0.5
