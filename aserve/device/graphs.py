@@ -60,16 +60,20 @@ class StepDevice(Protocol):
 
 
 class CudaDevice:
-    """A StepDevice. Graphs share one memory pool: they run one after another, in any order."""
+    """A StepDevice. Graphs share one memory pool: they run one after another, in any order. Another StepDevice's have
+    another pool, and may run at the same time.
 
-    def __init__(self, index: int = 0) -> None:
+    priority: -1 goes before 0 where work of two streams is ready.
+    """
+
+    def __init__(self, index: int = 0, *, priority: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         properties = torch.cuda.get_device_properties(self.device)
         self.name = properties.name
         self.num_multiprocessors = properties.multi_processor_count
-        self.side: torch.cuda.Stream | None = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.side: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def scope(self) -> AbstractContextManager[object]:

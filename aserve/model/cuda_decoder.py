@@ -155,7 +155,10 @@ class CudaDecoder:
         )
 
     def prepare(self, num_positions: int) -> None:
-        """Make the table of rotations for contexts of so many tokens. Before the first forward."""
+        """Make the table of rotations for contexts of so many tokens. Before the first forward; a second time does
+        nothing."""
+        if len(self._rope_PD) == num_positions:
+            return
         rope = self.shape.rope
         frequencies_F = inverse_frequencies(rope, self.shape.head_dim).to(self.device)
         self._rope_PD = rope_table(frequencies_F, num_positions, rope.attention_factor)

@@ -92,6 +92,7 @@ class _Deferred:
 class _Launched:
     """A step that is out.
 
+    number: of the stream's steps, from 1 on: what its result words carry, and its place in the ring.
     sampling: int [R], which sequences the result's rows are. prompts: (index of the chunk, k, first row, rows) of
     log-probabilities that chunks asked for.
     """
@@ -99,6 +100,7 @@ class _Launched:
     plan: BatchPlan
     flight: CudaFlight
     launched_s: float
+    number: int
     sampling: NDArray[np.intp]
     prompts: tuple[tuple[int, int, int, int], ...]
     deferred: _Deferred | None
@@ -147,7 +149,7 @@ class _Staging:
 
 
 class CudaRunner:
-    """``engine.ports.Runner`` on a GPU. Owns the device's memory; everything belongs to the loop's thread.
+    """``engine.ports.Runner`` on one stream of a GPU. Owns its memory; everything belongs to the loop's thread.
 
     A failed launch has changed nothing on the device, or has left slots as they are when nobody runs there: the host
     gives up the sequences that it listed.
@@ -162,9 +164,11 @@ class CudaRunner:
         device: StepDevice,
         watcher: WatcherName = "auto",
         samples_on_host: bool = False,
+        host_table: SlotTable | None = None,
         start_seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """steps: with all graphs made. samples_on_host: whether plans may defer rows. start_seconds: for statistics."""
+        """steps: with all graphs made. samples_on_host: whether plans may defer rows. host_table: that of a runner of
+        the same slots. start_seconds: for statistics."""
         limits = steps.limits
         self._steps = steps
         self._kv = kv
@@ -183,15 +187,13 @@ class CudaRunner:
         self._prompt_logprobs = LogprobTensors(device, limits.ring_steps, num_prompt_rows, num_top)
         self._host_sampler = HostSampler(info.vocab_size) if samples_on_host else None
         # What the host knows of the slots, for rows that it samples; their tokens come back through token writes.
-        self._host_table = (
-            SlotTable(
+        self.host_table = host_table
+        if samples_on_host and host_table is None:
+            self.host_table = SlotTable(
                 num_slots=limits.max_num_seqs,
                 max_num_blocks=steps.table.block_tables_SB.shape[1],
                 vocab_size=info.vocab_size,
             )
-            if samples_on_host
-            else None
-        )
         # In turn: a step is out until the host has sampled its rows, and half of ring_steps are out at most.
         self._host_logits_NRV = (
             device.pinned(limits.ring_steps // 2, self._num_rows, info.vocab_size, dtype=torch.float32)
@@ -201,6 +203,7 @@ class CudaRunner:
         self._counters = StepCounters()
         self._start_seconds = dict(start_seconds or {})
         self._newest_landing_s = 0.0
+        self._num_enqueued = 0
         self._num_launches = 0
         self._launch_s = 0.0
         self._launch_max_s = 0.0
@@ -210,17 +213,26 @@ class CudaRunner:
         return self._info
 
     def warm_up(self) -> None:
-        """Launch once what computes log-probabilities, which no graph holds. Blocks; inside the device's scope."""
+        """Launch once what computes log-probabilities, which no graph holds. Blocks; in inference mode."""
         num_rows = min(self._num_rows, len(self._steps.tokens_S))
         logits_RV, tokens_R = self._steps.logits_SV[:num_rows], self._steps.tokens_S[:num_rows]
-        self._steps.decoder.logits_of(tokens_R.zero_(), self._steps.activations, logits_RV=logits_RV)
-        for tensors in (self._logprobs, self._prompt_logprobs):
-            tensors.compute(0, 0, logits_RV, tokens_R)
+        with self._device.scope():
+            self._steps.decoder.logits_of(tokens_R.zero_(), self._steps.activations, logits_RV=logits_RV)
+            for tensors in (self._logprobs, self._prompt_logprobs):
+                tensors.compute(0, 0, logits_RV, tokens_R)
         self._device.synchronize()
 
+    @property
+    def num_out(self) -> int:
+        """Steps on the stream that have not landed."""
+        return len(self._watcher) if self._watcher is not None else 0
+
     @torch.inference_mode()
-    def launch(self, plan: BatchPlan) -> CudaFlight:
-        """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued."""
+    def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
+        """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued.
+
+        is_beside: another stream is at work, which makes a step longer.
+        """
         started_s = time.perf_counter()
         faults.hit("runner.launch")
         watcher = self._watcher_of_loop()
@@ -232,8 +244,10 @@ class CudaRunner:
         except Exception as error:
             self._counters.num_failed += 1
             raise self._device.explain(error) from error
+        self._num_enqueued = launched.number
         self._staging.fence(event)
-        watcher.watch(event, partial(self._land, launched), partial(self._fail, flight), key=self._key(plan))
+        key = self._key(plan, is_beside)
+        watcher.watch(event, partial(self._land, launched), partial(self._fail, flight), key=key)
         seconds = time.perf_counter() - started_s
         self._num_launches += 1
         self._launch_s += seconds
@@ -276,33 +290,41 @@ class CudaRunner:
 
     # --- launching
 
-    def _key(self, plan: BatchPlan) -> Hashable:
-        return self._steps.size_of(plan) if plan.num_tokens else None
+    def _key(self, plan: BatchPlan, is_beside: bool) -> Hashable:
+        return (*self._steps.size_of(plan), is_beside) if plan.num_tokens else None
 
     def _enqueue(self, plan: BatchPlan, flight: CudaFlight, started_s: float) -> _Launched:
         steps = self._steps
         faults.hit("runner.forward")
         differences = Differences.of(plan, self._info.vocab_size, MAX_ADDITIONS)
-        deferred = self._deferred_rows(plan)
+        # Not the plan's: of these, another stream's lie between those that are out together.
+        number = self._num_enqueued + 1
+        deferred = self._deferred_rows(plan, number)
         if differences.num_words > steps.room:
             self._apply_in_parts(differences)
             differences = _NO_DIFFERENCES
         if not plan.num_tokens:
             self._apply_in_parts(differences)
             return _Launched(
-                plan=plan, flight=flight, launched_s=started_s, sampling=np.empty(0, np.intp), prompts=(), deferred=None
+                plan=plan,
+                flight=flight,
+                launched_s=started_s,
+                number=number,
+                sampling=np.empty(0, np.intp),
+                prompts=(),
+                deferred=None,
             )
 
         step = steps.step(steps.size_of(plan))
         words = self._staging.take()
-        words[:2].view(np.int64)[0] = plan.step
+        words[:2].view(np.int64)[0] = number
         sampling = step.layout.write(words, plan, steps.nobody)
         end = differences.write(words, step.layout.end)
         end, prompts, pieces = self._write_prompt_rows(words, end, plan)
         self._staging.send(steps.words, end)
         step.replay()
 
-        index = plan.step % steps.limits.ring_steps
+        index = number % steps.limits.ring_steps
         num_sequences = len(plan.rows) + len(plan.chunks)
         if deferred is not None:
             self._copy_logits(deferred, sampling[deferred.rows])
@@ -314,7 +336,13 @@ class CudaRunner:
             self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
         self._counters.num_tokens_computed += plan.num_tokens
         return _Launched(
-            plan=plan, flight=flight, launched_s=started_s, sampling=sampling, prompts=prompts, deferred=deferred
+            plan=plan,
+            flight=flight,
+            launched_s=started_s,
+            number=number,
+            sampling=sampling,
+            prompts=prompts,
+            deferred=deferred,
         )
 
     def _apply_in_parts(self, differences: Differences) -> None:
@@ -353,9 +381,9 @@ class CudaRunner:
         ]
         return end + 2 * room, tuple(prompts), pieces
 
-    def _deferred_rows(self, plan: BatchPlan) -> "_Deferred | None":
+    def _deferred_rows(self, plan: BatchPlan, number: int) -> "_Deferred | None":
         """What the host's sampler has to know of this plan's deferred rows; the table follows every plan."""
-        table, logits_NRV = self._host_table, self._host_logits_NRV
+        table, logits_NRV = self.host_table, self._host_logits_NRV
         if table is None or logits_NRV is None:
             if plan.deferred.any():
                 raise ValueError("the plan defers rows to a runner that was made to sample on the device")
@@ -367,7 +395,7 @@ class CudaRunner:
         last = [(chunk.slot, chunk.start + len(chunk.tokens) - 1) for chunk in plan.chunks if chunk.last]
         places = np.concatenate([plan.rows, np.array(last, np.int32).reshape(-1, 2)]).astype(np.int64)[rows]
         params = table.sampling_rows(places[:, 0], places[:, 1])
-        return _Deferred(rows=rows, logits_RV=logits_NRV[plan.step % len(logits_NRV), : len(rows)], params=params)
+        return _Deferred(rows=rows, logits_RV=logits_NRV[number % len(logits_NRV), : len(rows)], params=params)
 
     def _copy_logits(self, deferred: _Deferred, sequences: NDArray[np.intp]) -> None:
         """Enqueue a copy for each run of neighbours: of decode rows there is one, few chunks lie between others."""
@@ -400,9 +428,10 @@ class CudaRunner:
     def _read(self, launched: _Launched) -> tuple[SampledPart, tuple[tuple[int, Logprobs], ...]]:
         """The result as the device wrote it, all R rows."""
         plan, sampling = launched.plan, launched.sampling
-        index = plan.step % len(self._ring_NS)
+        number = launched.number
+        index = number % len(self._ring_NS)
         numbers, flags, tokens = unpack_words(self._ring_NS[index, sampling])
-        if not (numbers == plan.step & _STEP_MASK).all():
+        if not (numbers == number & _STEP_MASK).all():
             raise DeviceLost(f"The device ended step {plan.step} without its result words.")
         logprobs = self._logprobs.read(index, sampling, plan.logprobs_k) if plan.logprobs_k >= 0 else None
         prompts = tuple(

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from aserve.model.config import ModelConfig
 from aserve.model.cuda_decoder import CudaDecoder
 from aserve.model.cuda_runner import CudaRunner
 from aserve.model.cuda_steps import CudaSteps, StepLimits
+from aserve.model.cuda_streams import CudaStreams, join_lanes, make_lanes
 from aserve.model.kernels.compile import compile_variants, variants_of
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.loader import open_weights
@@ -35,7 +36,7 @@ _UNKNOWN_MODEL_LEN: Final = 2048
 _TRIAL_GRAPHS: Final = 4
 
 
-def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CudaRunner:
+def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CudaRunner | CudaStreams:
     """As ``runner.load_runner``, for the first CUDA device. Blocks for seconds. Raises ModelError."""
     faults.hit("runner.load")
     config = ModelConfig.from_folder(folder)
@@ -51,8 +52,13 @@ def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder:
         ) from error
 
 
-def _load(options: ModelOptions, scheduler: SchedulerOptions, folder: Path, config: ModelConfig) -> CudaRunner:
-    device = CudaDevice()
+def _load(
+    options: ModelOptions, scheduler: SchedulerOptions, folder: Path, config: ModelConfig
+) -> CudaRunner | CudaStreams:
+    # Of two streams, decode steps go first: they are short, and chunks would leave them no multiprocessor for long.
+    has_streams = scheduler.prefill == "streams"
+    device = CudaDevice(priority=-1 if has_streams else 0)
+    devices = [device, CudaDevice()] if has_streams else [device]
     clock = _Stopwatch()
     budget_bytes = int(device.free_bytes() * options.gpu_memory_utilization)
     free_before = device.free_bytes()
@@ -61,27 +67,26 @@ def _load(options: ModelOptions, scheduler: SchedulerOptions, folder: Path, conf
         read = open_weights(folder, config, dtype=dtype, device=device.device, is_dummy=options.load_format == "dummy")
         decoder = CudaDecoder(config, read, dtype=dtype, reference=options.reference)
         trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
-        steps = CudaSteps(
-            decoder,
-            device,
-            StepLimits(
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_tokens=scheduler.max_num_batched_tokens,
-                max_model_len=min(scheduler.max_model_len or trained_len, trained_len),
-                block_size=scheduler.block_size,
-                ring_steps=2 * scheduler.max_inflight,
-            ),
+        limits = StepLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=min(scheduler.max_model_len or trained_len, trained_len),
+            block_size=scheduler.block_size,
+            ring_steps=2 * scheduler.max_inflight,
         )
+        lanes = make_lanes(decoder, devices, limits)
         clock.lap("weights")
         trial = KVTensors.allocate(
             decoder.kv_shape, num_blocks=1, block_size=scheduler.block_size, device=device.device
         )
-        steps.use(trial)
-        _compile(steps)
+        for lane in lanes:
+            lane.use(trial)
+        _compile(lanes)
         clock.lap("kernels")
-        graph_bytes = _warm_up(steps, device)
+        graph_bytes = sum(_warm_up(lane, each) for lane, each in zip(lanes, devices, strict=True))
         clock.lap("warm-up")
-        steps.use(None)
+        for lane in lanes:
+            lane.use(None)
         del trial
         size = memory.size_device_pool(
             budget_bytes=budget_bytes,
@@ -89,34 +94,37 @@ def _load(options: ModelOptions, scheduler: SchedulerOptions, folder: Path, conf
             graph_bytes=graph_bytes,
             bytes_per_token=decoder.kv_shape.bytes_per_token,
             block_size=scheduler.block_size,
-            max_model_len=steps.limits.max_model_len,
+            max_model_len=limits.max_model_len,
             num_blocks=scheduler.num_blocks,
             kv_cache_bytes=int(options.kv_cache_gib * memory.GIB),
         )
         kv = KVTensors.allocate(
             decoder.kv_shape, num_blocks=size.num_blocks, block_size=scheduler.block_size, device=device.device
         )
-        steps.use(kv)
-        steps.capture_all()
-        device.synchronize()
+        device.synchronize()  # the cache is whole before another stream sees it
+        for lane in lanes:
+            lane.use(kv)
+            with lane.device.scope():
+                lane.capture_all()
+            lane.device.synchronize()
         clock.lap("graphs")
-        runner = CudaRunner(
-            steps=steps,
-            kv=kv,
-            info=RunnerInfo(
-                model_name=next(iter(options.served_model_name), options.model or folder.name),
-                device=_about(device, dtype, options.reference),
-                vocab_size=config.vocab_size,
-                max_model_len=size.max_model_len,
-                num_blocks=size.num_blocks,
-                block_size=scheduler.block_size,
-                max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.max_num_batched_tokens,
-                eos_ids=config.eos_ids,
-                weight_bytes=decoder.weight_bytes,
-                kv_bytes_per_token=decoder.kv_shape.bytes_per_token,
-            ),
-            device=device,
+        info = RunnerInfo(
+            model_name=next(iter(options.served_model_name), options.model or folder.name),
+            device=_about(device, dtype, options.reference),
+            vocab_size=config.vocab_size,
+            max_model_len=size.max_model_len,
+            num_blocks=size.num_blocks,
+            block_size=scheduler.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            eos_ids=config.eos_ids,
+            weight_bytes=decoder.weight_bytes,
+            kv_bytes_per_token=decoder.kv_shape.bytes_per_token,
+        )
+        runner = join_lanes(
+            lanes,
+            kv,
+            info,
             watcher=options.device_wait,
             samples_on_host=scheduler.sampler == "host",
             start_seconds=clock.laps,
@@ -159,12 +167,13 @@ def _about(device: CudaDevice, dtype: torch.dtype, reference: bool) -> str:
     return f"{about}, reference" if reference else about
 
 
-def _compile(steps: CudaSteps) -> None:
+def _compile(lanes: Sequence[CudaSteps]) -> None:
     """All kernels of all sizes, in parallel."""
 
     def run_all() -> None:
-        for run in _runs(steps):
-            run()
+        for lane in lanes:
+            for run in _runs(lane):
+                run()
 
     variants = variants_of(run_all)
     compile_variants(variants, _Progress())
@@ -176,14 +185,15 @@ def _runs(steps: CudaSteps) -> list[Callable[[], None]]:
 
 def _warm_up(steps: CudaSteps, device: CudaDevice) -> int:
     """Run every size once, which loads what it needs. Returns what the graphs of all sizes will take, in bytes."""
-    for run in _runs(steps):
-        run()
-    device.synchronize()
-    free_before = device.free_bytes()
-    sizes = steps.sizes()
-    trials = sizes[:: max(1, len(sizes) // _TRIAL_GRAPHS)]
-    for size in trials:
-        steps.capture(size)
+    with device.scope():
+        for run in _runs(steps):
+            run()
+        device.synchronize()
+        free_before = device.free_bytes()
+        sizes = steps.sizes()
+        trials = sizes[:: max(1, len(sizes) // _TRIAL_GRAPHS)]
+        for size in trials:
+            steps.capture(size)
     return max(0, free_before - device.free_bytes()) * len(sizes) // len(trials)
 
 

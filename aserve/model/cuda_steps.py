@@ -6,7 +6,7 @@ W words, K alternatives.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -34,13 +34,15 @@ _REFERENCE_ITEMS: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """max_num_tokens: of a step. ring_steps: how many steps' inputs and results are kept apart."""
+    """max_num_tokens: of a step. ring_steps: how many steps' inputs and results are kept apart. contents: what a step
+    may hold: rows, chunks, or both."""
 
     max_num_seqs: int
     max_num_tokens: int
     max_model_len: int
     block_size: int
     ring_steps: int
+    contents: Literal["rows", "chunks", "both"] = "both"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +60,22 @@ class CudaSteps:
     result words of the newest steps. logits_SV, work_SV: float32, the newest step's and scratch. tokens_S: int32.
     """
 
-    def __init__(self, decoder: CudaDecoder, device: StepDevice, limits: StepLimits) -> None:
+    def __init__(
+        self, decoder: CudaDecoder, device: StepDevice, limits: StepLimits, *, table: SlotTensors | None = None
+    ) -> None:
+        """table: of other steps, to be shared; they may run at the same time where they touch other slots and blocks.
+
+        Everything else that a step writes to is these steps' own.
+        """
         self.limits = limits
         self.decoder = decoder
-        self._device = device
+        self.device = device
         num_tokens = limits.max_num_tokens
         # Reading logits of any rows, kernels find them in groups of whole 16 bytes.
         num_rows = aligned(limits.max_num_seqs)
         vocab_size = decoder.config.vocab_size
         decoder.prepare(limits.max_model_len)
-        self.table = SlotTensors.allocate(
+        self.table = table or SlotTensors.allocate(
             num_slots=limits.max_num_seqs,
             max_num_blocks=-(-limits.max_model_len // limits.block_size),
             vocab_size=vocab_size,
@@ -106,20 +114,21 @@ class CudaSteps:
         self._apply: Replay = self.apply
 
     def _ints(self, *size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=self._device.device)
+        return torch.zeros(size, dtype=torch.int32, device=self.device.device)
 
     def _floats(self, *size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self._device.device)
+        return torch.zeros(size, dtype=torch.float32, device=self.device.device)
 
     # --- sizes
 
     def sizes(self) -> list[tuple[int, int, bool]]:
         """(sequences, tokens, whether some are chunks) of all graphs, the largest first."""
-        decode = [(size, size, False) for size in self._row_sizes]
+        decode = [(size, size, False) for size in self._row_sizes if self.limits.contents != "chunks"]
         mixed = {
             (min(num_sequences, num_tokens), num_tokens, True)
             for num_tokens in self._token_sizes
             for num_sequences in self._sequence_sizes
+            if self.limits.contents != "rows"
         }
         return [*sorted(mixed, key=lambda size: (size[1], size[0]), reverse=True), *reversed(decode)]
 
@@ -138,7 +147,7 @@ class CudaSteps:
         """Compute over this cache from now on. Graphs made before go: they hold the old one's addresses."""
         self._steps.clear()
         self._apply = self.apply
-        self._device.forget()
+        self.device.forget()
         self._kv_layers = kv.layers if kv is not None else ()
 
     def run(self, size: tuple[int, int, bool]) -> None:
@@ -149,11 +158,11 @@ class CudaSteps:
         """Make the graph of a size that has been run."""
         num_sequences, num_tokens, has_chunks = size
         layout = StepLayout.of(num_sequences, num_tokens, has_chunks=has_chunks)
-        self._steps[size] = Step(layout=layout, replay=self._device.capture(self._body(size)))
+        self._steps[size] = Step(layout=layout, replay=self.device.capture(self._body(size)))
 
     def capture_all(self) -> None:
         """Make all graphs."""
-        self._apply = self._device.capture(self.apply)
+        self._apply = self.device.capture(self.apply)
         for size in self.sizes():
             self.capture(size)
 
@@ -195,7 +204,7 @@ class CudaSteps:
             block_tables_SB=table.block_tables_SB,
             plans=plans,
             has_chunks=has_chunks and not reference,
-            side=self._device.side,
+            side=self.device.side,
         )
         logits_SV = self.logits_SV[:num_sequences]
 
@@ -238,12 +247,12 @@ class CudaSteps:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            num_multiprocessors=self._device.num_multiprocessors,
+            num_multiprocessors=self.device.num_multiprocessors,
             dtype=self.decoder.dtype,
             window=window,
             fixed_tokens=fixed_tokens if reference else 0,
             context_max=context_max,
-            device=self._device.device,
+            device=self.device.device,
         )
         # Attention's scratch memory is free again when a layer ends: all sizes and windows share the largest.
         largest = self._scratch

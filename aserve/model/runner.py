@@ -29,7 +29,7 @@ from aserve.device import memory, threads
 from aserve.device.event import Bell, CpuFlight
 from aserve.device.thread import DeviceThread
 from aserve.engine.ports import Runner, RunnerInfo
-from aserve.errors import ModelError
+from aserve.errors import ConfigError, ModelError
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.config import ModelConfig
 from aserve.model.cpu_decoder import CpuDecoder
@@ -328,7 +328,7 @@ def _prompt_logprobs(step: _Step, logits_RV: Tensor) -> tuple[tuple[int, Logprob
 def load_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> Runner:
     """Load the model in ``folder`` on the device that the options name. Blocks for seconds: call it off the loop.
 
-    device = auto takes CUDA where torch finds a GPU that can run this model. Raises ModelError.
+    device = auto takes CUDA where torch finds a GPU that can run this model. Raises ModelError or ConfigError.
     """
     if may_use_gpu(options) and (options.device == "cuda" or ModelConfig.from_folder(folder).decoder is not None):
         if not has_gpu():
@@ -353,13 +353,18 @@ def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: 
     """Load the model in ``folder``, size the KV pool, warm up.
 
     ``info.max_model_len`` is the least of what the scheduler's options ask for, what the model was made for and what
-    fits the pool. Everything runs in the device thread, whose compute threads are then there. Raises ModelError.
+    fits the pool. Everything runs in the device thread, whose compute threads are then there. Raises ModelError, and
+    ConfigError for what takes a GPU.
     """
     faults.hit("runner.load")
     if options.reference and options.dtype not in ("auto", "float32"):
         raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
     if options.dtype == "float16":
         raise ModelError("model.dtype = float16 is for GPUs: take bfloat16 or float32 on a CPU.")
+    if scheduler.prefill == "streams":
+        raise ConfigError(
+            "scheduler.prefill is streams, which takes a GPU: a CPU runs one step at a time. Take split or mixed."
+        )
     scheduler = scheduler.with_token_budget()
     threads.prepare_process()
     num_threads = options.threads or threads.default_num_threads(threads.usable_cores())

@@ -20,11 +20,13 @@ from aserve.engine.ports import RunnerInfo
 from aserve.model.config import ModelConfig
 from aserve.model.cuda_decoder import CudaDecoder
 from aserve.model.cuda_runner import CudaFlight, CudaRunner
-from aserve.model.cuda_steps import CudaSteps, StepLimits
+from aserve.model.cuda_steps import StepLimits
+from aserve.model.cuda_streams import CudaStreams, join_lanes, make_lanes
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.loader import open_weights
 
 GREEDY = SamplingParams(temperature=0)
+RING_STEPS = 8
 
 
 class PassedEvent:
@@ -83,9 +85,34 @@ def make_runner(
     samples_on_host: bool = False,
 ) -> CudaRunner:
     """All of the cache that no sequence has written is NaN."""
+    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice()
+    runner = _make(folder, [device], sizes, dtype=dtype, reference=reference, samples_on_host=samples_on_host)
+    assert isinstance(runner, CudaRunner)
+    return runner
+
+
+def make_streams(folder: Path, sizes: Sizes | None = None, *, samples_on_host: bool = False) -> CudaStreams:
+    """The same in float32, of two streams."""
+    devices: list[StepDevice] = (
+        [CudaDevice(priority=-1), CudaDevice()] if DEVICE == "cuda" else [EagerDevice(), EagerDevice()]
+    )
+    runner = _make(folder, devices, sizes, dtype=torch.float32, samples_on_host=samples_on_host)
+    assert isinstance(runner, CudaStreams)
+    return runner
+
+
+def _make(
+    folder: Path,
+    devices: list[StepDevice],
+    sizes: Sizes | None,
+    *,
+    dtype: torch.dtype,
+    reference: bool = False,
+    samples_on_host: bool = False,
+) -> CudaRunner | CudaStreams:
     sizes = sizes or Sizes()
     config = ModelConfig.from_folder(folder)
-    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice()
+    device = devices[0]
     with torch.inference_mode(), device.scope():
         read = open_weights(folder, config, dtype=dtype, device=device.device)
         decoder = CudaDecoder(config, read, dtype=dtype, reference=reference)
@@ -94,41 +121,40 @@ def make_runner(
             max_num_tokens=sizes.max_num_tokens,
             max_model_len=sizes.max_model_len,
             block_size=sizes.block_size,
-            ring_steps=8,
+            ring_steps=RING_STEPS,
         )
-        steps = CudaSteps(decoder, device, limits)
+        lanes = make_lanes(decoder, devices, limits)
         kv = KVTensors.allocate(
             decoder.kv_shape, num_blocks=sizes.num_blocks, block_size=sizes.block_size, device=device.device
         )
         kv.poison()
-        steps.use(kv)
-        if DEVICE == "cuda":
-            for size in steps.sizes():
-                steps.run(size)
-        steps.capture_all()
         device.synchronize()
+        for lane in lanes:
+            lane.use(kv)
+            with lane.device.scope():
+                if DEVICE == "cuda":
+                    for size in lane.sizes():
+                        lane.run(size)
+                lane.capture_all()
+            lane.device.synchronize()
         kv.poison()
-    return CudaRunner(
-        steps=steps,
-        kv=kv,
-        info=RunnerInfo(
-            model_name=folder.name,
-            device=str(device.device),
-            vocab_size=config.vocab_size,
-            max_model_len=sizes.max_model_len,
-            num_blocks=sizes.num_blocks,
-            block_size=sizes.block_size,
-            max_num_seqs=sizes.max_num_seqs,
-        ),
-        device=device,
-        samples_on_host=samples_on_host,
+        device.synchronize()
+    info = RunnerInfo(
+        model_name=folder.name,
+        device=str(device.device),
+        vocab_size=config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        max_num_seqs=sizes.max_num_seqs,
     )
+    return join_lanes(lanes, kv, info, samples_on_host=samples_on_host)
 
 
 class PlanHost:
     """Makes plans and launches them: the bookkeeping of a scheduler, as little as the tests need."""
 
-    def __init__(self, runner: CudaRunner) -> None:
+    def __init__(self, runner: CudaRunner | CudaStreams) -> None:
         self.runner = runner
         self.size = runner.info.block_size
         self._steps = itertools.count(1)
