@@ -11,10 +11,19 @@ from aserve.testing.memory import DeviceBugs, MemoryRunner, expected_tokens
 from aserve.testing.scripted import Script, ScriptedRunner
 from aserve.testing.text import ByteTokenizer
 from aserve.testing.virtual import VirtualDevice, VirtualStep, idle_share
-from aserve.testing.virtual_costs import HostCosts, StepCosts, StepShape, fit_step_costs, h200_costs, read_step_log
+from aserve.testing.virtual_costs import (
+    STEP_LOG,
+    HostCosts,
+    StepCosts,
+    StepShape,
+    fit_step_costs,
+    h200_costs,
+    read_step_log,
+)
 from aserve.testing.virtual_loop import NothingWillHappen, VirtualAlarm, VirtualLoop, run_virtual
 
 __all__ = [
+    "STEP_LOG",
     "ByteTokenizer",
     "DeviceBugs",
     "HostCosts",
