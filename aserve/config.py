@@ -23,7 +23,7 @@ from aserve.core.options import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, Schedule
 from aserve.engine.options import EngineOptions
 from aserve.errors import ConfigError
 from aserve.model.options import ModelOptions
-from aserve.obs.options import LogOptions, MetricsOptions
+from aserve.obs.options import LogOptions, MetricsOptions, TraceOptions
 from aserve.profiles import PROFILES
 from aserve.server.options import LimitOptions, ServerOptions
 
@@ -116,6 +116,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "log.flush_interval_ms": (1, 60000),
         "log.close_timeout_s": (0, 60),
         "metrics.loop_lag_interval_ms": (0, 60000),
+        "trace.num_steps": (0, 1 << 20),
     }
 )
 """Least and greatest value of every number, both allowed. A test holds the names to the options."""
@@ -145,6 +146,7 @@ class Config:
     engine: EngineOptions = field(default_factory=EngineOptions)
     log: LogOptions = field(default_factory=LogOptions)
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    trace: TraceOptions = field(default_factory=TraceOptions)
     profile: str = ""
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import uvloop
 
+from aserve import __version__
 from aserve.config import Config
 from aserve.core.request import SamplingParams
 from aserve.device.alarm import Alarm
@@ -23,7 +24,8 @@ from aserve.device.alarm import is_supported as alarm_is_supported
 from aserve.device.threads import prepare_process
 from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
-from aserve.engine.ports import Runner, RunnerInfo
+from aserve.engine.ports import Observer, Runner, RunnerInfo
+from aserve.engine.trace import Trace
 from aserve.errors import InvalidRequest
 from aserve.model.hub import ModelSource, resolve_model
 from aserve.obs.drain import Log, open_log
@@ -135,12 +137,14 @@ async def _serve(
     last_resort: "_LastResort",
 ) -> int:
     metrics = Metrics(source.name, vllm_names=config.metrics.vllm_names, process=config.metrics.process)
+    observer = MetricsObserver(metrics)
+    trace = _make_trace(config, source, runner.info, observer)
     engine = Engine(
         runner,
         tokenizer,
         config.scheduler,
         config.engine,
-        observer=MetricsObserver(metrics),
+        observer=trace or observer,
         log=log.logger.bind(part="engine"),
         make_alarm=Alarm if alarm_is_supported() else None,
     )
@@ -162,6 +166,7 @@ async def _serve(
         limits=config.limits,
         log=log.logger.bind(part="server"),
         metrics=metrics,
+        trace=trace,
         sampling_defaults=defaults,
         more_statistics=more_statistics,
     )
@@ -180,6 +185,24 @@ async def _serve(
         stack.callback(gc_watch.remove)
         _announce(host, port, source.name, runner.info.device)
         return await _until_stopped(engine, server, signals, log, last_resort)
+
+
+def _make_trace(config: Config, source: ModelSource, info: RunnerInfo, metrics: Observer) -> Trace | None:
+    """The observer that keeps the last steps and tells the metrics of everything; None where no trace is wanted."""
+    if not config.trace.num_steps:
+        return None
+    return Trace(
+        config.trace.num_steps,
+        then=metrics,
+        name=f"aserve, {source.name}",
+        about={
+            "version": __version__,
+            "model": source.name,
+            "device": info.device,
+            "policy": config.scheduler.policy,
+            "max_inflight": config.scheduler.max_inflight,
+        },
+    )
 
 
 def _announce(host: str, port: int, model: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Options of the log and of the metrics."""
+"""Options of the log, the metrics and the trace."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,4 +32,14 @@ class MetricsOptions:
     process: bool = _option(True, "Report memory, CPU time and open files of the process.")
     loop_lag_interval_ms: int = _option(
         20, "How often the lateness of the event loop is sampled, 25 times as rarely while idle; 0 is never."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Section ``[trace]``."""
+
+    num_steps: int = _option(16384, "Steps that GET /v1/trace looks back on, 0.7 KB of memory each; 0 keeps none.")
+    nvtx: bool = _option(
+        False, "Mark composing, launches, landings and steps in flight as NVTX ranges, for Nsight Systems; needs CUDA."
     )

@@ -18,7 +18,7 @@ from aserve.server.call import Call, request_label
 from aserve.server.connection import Connection, HttpServer
 from aserve.server.intake import Intake
 from aserve.server.options import LimitOptions, ServerOptions
-from aserve.server.ports import Engine, Logger, Metrics, Renderer
+from aserve.server.ports import Engine, Logger, Metrics, Renderer, Trace
 from aserve.server.prepare import Preparer
 from aserve.server.problems import InternalError, error_body, error_headers, error_status
 from aserve.server.response_calls import ResponseCalls
@@ -49,6 +49,7 @@ class Server:
         limits: LimitOptions,
         log: Logger,
         metrics: Metrics,
+        trace: Trace | None = None,
         sampling_defaults: SamplingParams | None = None,
         more_statistics: Callable[[], dict[str, Any]] = dict,
     ) -> None:
@@ -101,6 +102,7 @@ class Server:
             model_names=model_names,
             log=log,
             metrics=metrics,
+            trace=trace,
             more_statistics=lambda: {"server": self.statistics(), **more_statistics()},
         )
         self._router = Router(self._api.routes())

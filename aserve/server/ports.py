@@ -1,6 +1,6 @@
 """What the server needs from the other layers, as narrow as it uses them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from aserve.core.request import FinishReason
@@ -148,4 +148,20 @@ class Metrics(Protocol):
 
     def render(self, statistics: Any) -> bytes:
         """The text format, with the engine's figures of this moment."""
+        ...
+
+
+class TraceCut(Protocol):
+    """A part of the trace that changes no more."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """The file in parts. May be called in any thread."""
+        ...
+
+
+class Trace(Protocol):
+    """What the engine did lately (``engine/trace.py``)."""
+
+    def cut(self, seconds: float) -> TraceCut:
+        """The last ``seconds`` as they stand. Called on the loop."""
         ...

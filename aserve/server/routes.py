@@ -26,7 +26,7 @@ from aserve.server.call import Call
 from aserve.server.dialects import ChatDialect, Dialect, TextDialect
 from aserve.server.intake import Intake
 from aserve.server.options import ServerOptions
-from aserve.server.ports import Engine, Logger, Metrics
+from aserve.server.ports import Engine, Logger, Metrics, Trace
 from aserve.server.prepare import Prepared, Preparer
 from aserve.server.prompts import TemplateChoices, chat_ids, chat_text, check_ids
 from aserve.server.response_routes import ResponsesApi
@@ -39,6 +39,7 @@ from aserve.server.schema import (
     parse_json,
 )
 from aserve.server.stream_sse import stream_events
+from aserve.server.trace_route import TraceRoute
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
@@ -120,6 +121,7 @@ class Api:
         model_names: Sequence[str],
         log: Logger,
         metrics: Metrics,
+        trace: Trace | None,
         more_statistics: Callable[[], dict[str, Any]],
     ) -> None:
         self._engine = engine
@@ -130,6 +132,7 @@ class Api:
         self._model_names = tuple(model_names)
         self._log = log
         self._metrics = metrics
+        self._trace = TraceRoute(trace)
         self._more_statistics = more_statistics
         self._scraping = asyncio.Lock()
         self._started_at = int(time.time())
@@ -148,6 +151,7 @@ class Api:
             Route("GET", "/metrics", self.metrics, is_open=True),
             Route("GET", "/version", self.version),
             Route("GET", "/v1/stats", self.stats),
+            Route("GET", "/v1/trace", self._trace.get),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache),
             Route("DELETE", "/v1/requests/{id}", self.abort_request),
             Route("POST", "/v1/responses", self._responses.create),

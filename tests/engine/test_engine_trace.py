@@ -21,7 +21,7 @@ from aserve.testing import ManualClock, ScriptedRunner
 
 
 def read_cut(trace: Trace, seconds: float = 3600.0) -> ReadProcess:
-    [process] = read_trace(trace.cut(seconds).render())
+    [process] = read_trace(b"".join(trace.cut(seconds).pieces()))
     return process
 
 
@@ -93,17 +93,14 @@ def test_a_step_in_its_lanes() -> None:
 
     lanes = read_cut(trace).lanes
 
-    of_launch = {
-        "step": 7, "reason": "lead", "rows": 3, "prefill_tokens": 9, "steps_in_flight": 1, "bubble_ms": 0.1,
-        "lead_ms": 2.0,
-    }  # fmt: skip
+    of_launch = {"step": 7, "reason": "lead", "steps_in_flight": 1, "bubble_ms": 0.1, "lead_ms": 2.0}
     of_device = {
         "step": 7, "rows": 3, "chunks": 1, "prefill_tokens": 9, "wasted_rows": 2, "eligible": 1, "actual_ms": 4.0,
         "predicted_ms": 3.5, "reason": "lead",
     }  # fmt: skip
     assert list(lanes) == ["loop", "launch", "device"]
     assert lanes["loop"] == [
-        ("compose", 0, 500, of_launch),
+        ("compose", 0, 500, {"step": 7, "rows": 3, "prefill_tokens": 9}),
         ("land", 5000, 5500, {"step": 7}),
         ("deliver", 6000, 7000, {"tokens": 4}),
     ]
@@ -191,7 +188,7 @@ def test_open_requests_live_until_the_cut() -> None:
     cut = trace.cut(5.0)
     trace.request_moved(move(1, "decode", 100.0))
 
-    [track] = read_trace(cut.render())[0].tracks
+    [track] = read_trace(b"".join(cut.pieces()))[0].tracks
 
     assert (track.start_us, track.end_us) == (0, 5_000_000)
     assert track.phases == [("prefill", 0, 5_000_000, {"cut": True})]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_rules import read_trace
 
-from aserve.obs.trace import Mark, Phase, Slice, Timeline, Track, render
+from aserve.obs.trace import PIECE_EVENTS, Mark, Phase, Slice, Timeline, Track, pieces, render
 
 times = st.floats(0.0, 2.0) | st.integers(0, 20).map(lambda number: number / 10)
 
@@ -18,11 +18,10 @@ def timeline(name: str = "run", start_s: float = 100.0, end_s: float = 101.0, **
 def test_lanes_are_threads_of_complete_events() -> None:
     """A slice keeps name, times in microseconds from the window's start, and arguments; lanes keep their order."""
     drawn = timeline(
-        lanes=("cpu", "device"),
-        slices=[
-            Slice(lane="device", name="step 7", start_s=100.25, end_s=100.5, args={"rows": 3, "late": False}),
-            Slice(lane="cpu", name="compose", start_s=100.0000014, end_s=100.0000026),
-        ],
+        lanes={
+            "cpu": [Slice(name="compose", start_s=100.0000014, end_s=100.0000026)],
+            "device": [Slice(name="step 7", start_s=100.25, end_s=100.5, args={"rows": 3, "late": False})],
+        },
     )
 
     [process] = read_trace(render([drawn]))
@@ -69,12 +68,15 @@ def test_track_is_a_nest_of_asynchronous_events() -> None:
 def test_window_cuts() -> None:
     """What lies outside is left out; what reaches over an edge is cut there and says so."""
     drawn = timeline(
-        slices=[
-            Slice(lane="cpu", name="before", start_s=99.0, end_s=99.9),
-            Slice(lane="cpu", name="over the start", start_s=99.9, end_s=100.1),
-            Slice(lane="cpu", name="over the end", start_s=100.9, end_s=101.1),
-            Slice(lane="cpu", name="after", start_s=101.2, end_s=101.3),
-        ],
+        lanes={
+            "cpu": [
+                Slice(name="before", start_s=99.0, end_s=99.9),
+                Slice(name="over the start", start_s=99.9, end_s=100.1),
+                Slice(name="over the end", start_s=100.9, end_s=101.1),
+                Slice(name="after", start_s=101.2, end_s=101.3),
+            ],
+            "device": [Slice(name="still on", start_s=100.5, end_s=None)],
+        },
         tracks=[
             Track(id=1, name="gone", start_s=98.0, end_s=99.0),
             Track(
@@ -98,6 +100,7 @@ def test_window_cuts() -> None:
         ("over the start", 0, 100_000, {"cut": True}),
         ("over the end", 900_000, 1_000_000, {"cut": True}),
     ]
+    assert process.lanes["device"] == [("still on", 500_000, 1_000_000, {"cut": True})]
     [track] = process.tracks
     assert (track.name, track.start_us, track.end_us, track.args) == ("open", 0, 1_000_000, {"cut": True})
     assert track.phases == [
@@ -110,11 +113,13 @@ def test_window_cuts() -> None:
 def test_overlapping_slices_are_shown_one_after_the_other() -> None:
     """Viewers drop or misplace a slice that begins inside another of its lane."""
     drawn = timeline(
-        slices=[
-            Slice(lane="cpu", name="second", start_s=100.2, end_s=100.4),
-            Slice(lane="cpu", name="first", start_s=100.1, end_s=100.3),
-            Slice(lane="cpu", name="inside", start_s=100.15, end_s=100.2),
-        ]
+        lanes={
+            "cpu": [
+                Slice(name="first", start_s=100.1, end_s=100.3),
+                Slice(name="inside", start_s=100.15, end_s=100.2),
+                Slice(name="second", start_s=100.2, end_s=100.4),
+            ]
+        }
     )
 
     [process] = read_trace(render([drawn]))
@@ -136,6 +141,20 @@ def test_runs_side_by_side() -> None:
     processes = read_trace(render(runs))
 
     assert [(p.name, [t.start_us for t in p.tracks]) for p in processes] == [("sync", [500_000]), ("late", [500_000])]
+
+
+def test_large_files_come_in_pieces() -> None:
+    """Which are the file when joined, and each is made of some events only."""
+    num = 3 * PIECE_EVENTS
+    drawn = timeline(
+        lanes={"cpu": [Slice(name=f"s{i}", start_s=100 + i / num, end_s=100 + i / num) for i in range(num)]}
+    )
+
+    parts = list(pieces([drawn]))
+
+    assert [name for name, *_ in read_trace(b"".join(parts))[0].lanes["cpu"]] == [f"s{i}" for i in range(num)]
+    assert b"".join(parts) == render([drawn])
+    assert max(map(len, parts)) < 120 * PIECE_EVENTS
 
 
 def test_facts_on_the_file() -> None:
@@ -166,16 +185,14 @@ tracks = st.lists(
     ),
     max_size=4,
 )
-slices = st.lists(
-    st.builds(
-        lambda lane, span: Slice(lane=lane, name="s", start_s=span[0], end_s=span[1]), st.sampled_from("ab"), spans
-    ),
-    max_size=12,
-)
+slices = st.lists(st.builds(lambda span: Slice(name="s", start_s=span[0], end_s=span[1]), spans), max_size=12)
+lanes = st.dictionaries(st.sampled_from("ab"), slices)
 
 
-@given(window=spans, slices=slices, tracks=tracks)
-def test_whatever_is_recorded_obeys_the_format(window: list[float], slices: list[Slice], tracks: list[Track]) -> None:
+@given(window=spans, lanes=lanes, tracks=tracks)
+def test_whatever_is_recorded_obeys_the_format(
+    window: list[float], lanes: dict[str, list[Slice]], tracks: list[Track]
+) -> None:
     """Any records, cut anywhere, also those that contradict each other."""
     numbered = [
         Track(id=number, name=t.name, start_s=t.start_s, end_s=t.end_s, phases=t.phases, marks=t.marks)
@@ -183,7 +200,7 @@ def test_whatever_is_recorded_obeys_the_format(window: list[float], slices: list
     ]
 
     [process] = read_trace(
-        render([Timeline(name="run", start_s=window[0], end_s=window[1], slices=slices, tracks=numbered)])
+        render([Timeline(name="run", start_s=window[0], end_s=window[1], lanes=lanes, tracks=numbered)])
     )
 
     length_us = round((window[1] - window[0]) * 1e6)

@@ -16,6 +16,7 @@ from aserve.errors import InvalidRequest
 from aserve.obs.metrics import Metrics
 from aserve.server.app import Server
 from aserve.server.options import LimitOptions, ServerOptions
+from aserve.server.ports import Trace
 
 MODEL = "fake-model"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -109,7 +110,11 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None, *, sampling_defaults: SamplingParams | None = None, **options: Any
+    engine: FakeEngine | None = None,
+    *,
+    trace: Trace | None = None,
+    sampling_defaults: SamplingParams | None = None,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     """A server with ``options`` of either section, of which nothing may be left afterwards."""
     engine = engine or FakeEngine()
@@ -125,6 +130,7 @@ async def serving(
         limits=LimitOptions(**options),
         log=log,
         metrics=metrics,
+        trace=trace,
         sampling_defaults=sampling_defaults,
     )
     host, port = await server.start()
