@@ -1,6 +1,7 @@
 """How much memory there is, and how much of it the KV pool gets. Knows nothing of torch."""
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,6 +92,15 @@ def resident_bytes(proc: Path = Path("/proc")) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def trim() -> None:
+    """Give the allocator's free memory back to the system, where it is glibc's, which keeps what loading took for good.
+
+    After SmolLM2-135M's load 66 MiB in bfloat16, 214 with int8 weights. Takes some milliseconds.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

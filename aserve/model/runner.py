@@ -376,6 +376,7 @@ def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: 
     except BaseException:
         device.close()
         raise
+    memory.trim()
     return runner
 
 

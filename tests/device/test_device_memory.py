@@ -1,5 +1,6 @@
 """Free memory under cgroups of both versions, and the size of the KV pool."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from aserve.device.memory import (
     resident_bytes,
     size_device_pool,
     size_pool,
+    trim,
 )
 from aserve.errors import ModelError
 
@@ -77,6 +79,18 @@ def test_this_machine_has_memory() -> None:
     """The real files are read too."""
     assert available_bytes() > 0
     assert resident_bytes() > 1 << 20
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Small pieces that the allocator would keep, since the newest of them is still in use."""
+    pieces = [bytearray(64 << 10) for _ in range(2000)]
+    last = bytearray(64 << 10)
+    full = resident_bytes()
+    del pieces
+    trim()
+    assert resident_bytes() < full - (100 << 20)
+    assert len(last) == 64 << 10
 
 
 def budget(available_gib: float = 8, weights_gib: float = 1) -> MemoryBudget:
