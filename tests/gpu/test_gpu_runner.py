@@ -192,6 +192,10 @@ WAYS: dict[str, dict[str, Any]] = {
     **{f"depth {depth}": {"policy": "eager", "max_inflight": depth} for depth in (1, 2, 3, 5, 8)},
     "sync": {"policy": "sync"},
     "host sampler": {"sampler": "host"},
+    "split": {"prefill": "split"},
+    "streams": {"prefill": "streams"},
+    "streams, the host sampling": {"prefill": "streams", "sampler": "host"},
+    "preempted in two streams": {"prefill": "streams", "num_blocks": 120, "max_num_batched_tokens": 80},
 }
 
 
