@@ -7,7 +7,9 @@ from typing import Final
 
 from aserve.cli.lab.experiments_backlog import cpu_bound, device_bound, matched, one_at_a_time, prefill_between_decodes
 from aserve.cli.lab.experiments_batching import dynamic_batching
-from aserve.cli.lab.experiments_serving import low_load, prefill_modes, samplers, tuning
+from aserve.cli.lab.experiments_low_load import low_load
+from aserve.cli.lab.experiments_modes import prefill_modes, samplers
+from aserve.cli.lab.experiments_tuning import tuning
 from aserve.cli.lab.findings import Experiment
 from aserve.cli.lab.laboratory import Lab
 from aserve.cli.lab.sweep import cost_sweep

@@ -7,8 +7,18 @@ import numpy as np
 
 from aserve.cli.lab import study
 from aserve.cli.lab.findings import Claim, Experiment, Interval, Panel, Table, interval
-from aserve.cli.lab.laboratory import STUDY_COLUMNS, Lab, poisson, setup_of, study_row
-from aserve.cli.lab.running import Run, Setup
+from aserve.cli.lab.laboratory import (
+    STUDY_COLUMNS,
+    UNBOUNDED,
+    Lab,
+    head,
+    poisson,
+    serving_setup,
+    setup_of,
+    study_row,
+)
+from aserve.cli.lab.running import Arrival, Run, Setup
+from aserve.cli.lab.shapes import h200
 from aserve.obs.trace import Timeline
 from aserve.testing import HostCosts
 
@@ -18,6 +28,7 @@ WARM_UP: Final = 60
 WARM_UP_SEED: Final = 1000
 AT_LEAST: Final = 0.99
 LAUNCHES_AT_MOST: Final = 1.5
+_TIMELINE_S: Final = 1.0
 NEAR: Final = 0.20
 """What counts as the study's figure, where arrivals are random and the study had one run of them."""
 
@@ -61,6 +72,10 @@ def _mean(runs: Sequence[Run], name: str) -> float:
 
 
 def dynamic_batching(lab: Lab) -> Experiment:
+    return _on_the_study_s_device(lab) if lab.bench.is_virtual else _on_a_real_device(lab)
+
+
+def _on_the_study_s_device(lab: Lab) -> Experiment:
     tables: list[Table] = []
     claims: list[Claim] = []
     panels: list[Panel] = []
@@ -69,8 +84,8 @@ def dynamic_batching(lab: Lab) -> Experiment:
         runs = _runs(lab, case, 1.0)
         tables.append(_table(f"{case.title}: all of the processor's work before a step", runs, case.figures))
         claims += [*_eager_claims(case, runs), *_overlap_claims(case, runs), *_late_claims(case.title, runs)]
-        panels += _panels(case, runs)
-        timelines += [run.timeline for each in runs.values() for run in each if run.timeline is not None]
+        panels += _panels(f", {case.title.partition(',')[0]}", runs, case.figures)
+        timelines += [head(run, _TIMELINE_S) for each in runs.values() for run in each if run.timeline is not None]
         half = _runs(lab, case, 0.5)
         tables.append(_table(f"{case.title}: half of it after", half, {}))
         claims += _late_claims(f"{case.title}, half after", half)
@@ -95,6 +110,50 @@ def dynamic_batching(lab: Lab) -> Experiment:
     )
 
 
+_ARRIVALS_A_CYCLE: Final = 9.55
+"""The study's first run: 50/s in 191 ms, the processor's and the device's time for one request."""
+_NUM_ALONE: Final = 10
+_MAX_NUM_SEQS: Final = 128
+
+
+def _on_a_real_device(lab: Lab) -> Experiment:
+    """The study's arrivals at the device's own pace: as many come while one request is served as there."""
+    machine = h200(lab.shape)
+    seconds = 1.0
+    for _ in range(2):  # the first time warms it up
+        alone = [Arrival(at_s=index * 0.1) for index in range(_NUM_ALONE)]
+        seconds = lab.run(serving_setup("plain", machine, max_num_seqs=_MAX_NUM_SEQS), alone).latency_ms / 1e3
+    rate = _ARRIVALS_A_CYCLE / seconds
+    runs = {
+        policy: [
+            lab.run(
+                serving_setup(
+                    policy, machine, max_num_seqs=_MAX_NUM_SEQS, max_inflight=UNBOUNDED if policy == "eager" else 4
+                ),
+                poisson(rate, 100, seed),
+                warm_up=poisson(rate, WARM_UP, WARM_UP_SEED + seed),
+                seed=seed,
+                with_timeline=seed == 0,
+            )
+            for seed in range(lab.num_seeds)
+        ]
+        for policy in lab.policies
+    }
+    return Experiment(
+        number=6,
+        title="Dynamic batching",
+        about=(
+            f"100 requests of one token in and one out at {rate:,.0f}/s: {_ARRIVALS_A_CYCLE} in the "
+            f"{seconds * 1e3:.2f} ms that one request takes alone, as in the study's first run. The runner bounds the "
+            "steps in flight at 8, the eager pipeline's too, and one thread does all."
+        ),
+        tables=(_table("", runs, {}),),
+        claims=tuple(_late_claims("here", runs)),
+        panels=tuple(_panels("", runs, {})),
+        timelines=tuple(head(run) for each in runs.values() for run in each if run.timeline is not None),
+    )
+
+
 def _table(title: str, runs: Mapping[str, Sequence[Run]], figures: Mapping[str, study.Figures]) -> Table:
     return Table(
         title=title,
@@ -116,6 +175,17 @@ def _eager_claims(case: study.Batching, runs: Mapping[str, Sequence[Run]]) -> It
             f"{case.title}: which take it {figures.total_s:.2f} s (within {NEAR:.0%})",
             abs(total_s / figures.total_s - 1) <= NEAR,
             f"{total_s:.2f} s",
+        )
+        latency_ms = _mean(runs["eager"], "latency_ms")
+        arrival_s = case.num_requests / case.rate
+        yield Claim.of(
+            f"{case.title}: and its requests {figures.latency_ms:.0f} ms each (within {NEAR:.0%})",
+            figures.latency_ms is not None and abs(latency_ms / figures.latency_ms - 1) <= NEAR,
+            f"{latency_ms:.0f} ms",
+            reason=(
+                f"requests that come evenly in {arrival_s:.0f} s and go evenly in {figures.total_s:.1f} take "
+                f"{(figures.total_s - arrival_s) / 2:.1f} s on average: the study's figure does not fit its own total"
+            ),
         )
 
 
@@ -183,22 +253,20 @@ def _paired(runs: Sequence[Run], others: Sequence[Run], name: str) -> Interval:
     return interval([getattr(a, name) / getattr(b, name) for a, b in zip(runs, others, strict=True)])
 
 
-def _panels(case: study.Batching, runs: dict[str, list[Run]]) -> list[Panel]:
+def _panels(suffix: str, runs: Mapping[str, Sequence[Run]], figures: Mapping[str, study.Figures]) -> list[Panel]:
     def panel(title: str, unit: str, name: str, figure: str) -> Panel:
         policies = list(runs)
-        known = [getattr(case.figures.get(policy), figure, None) for policy in policies]
-        return Panel(
-            title=f"{title}, {case.title.partition(',')[0]}",
-            unit=unit,
-            x=tuple(policies),
-            series={
-                "here": [_mean(runs[policy], name) for policy in policies],
-                "study": [float("nan") if value is None else float(value) for value in known],
-            },
-        )
+        series = {"here": [_mean(runs[policy], name) for policy in policies]}
+        if figures:
+            known = [getattr(figures.get(policy), figure, None) for policy in policies]
+            series["study"] = [float("nan") if value is None else float(value) for value in known]
+        return Panel(title=f"{title}{suffix}", unit=unit, x=tuple(policies), series=series)
 
     return [
         panel("total", "s", "total_s", "total_s"),
         panel("latency", "ms", "latency_ms", "latency_ms"),
+        panel("queue", "ms", "queue_ms", "queue_ms"),
         panel("launches", "", "num_launches", "num_launches"),
+        panel("sequences a step", "", "mean_batch_size", ""),
+        panel("device idle", "%", "idle_percent", ""),
     ]

@@ -48,7 +48,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One small plot. kind: "bars" has one value a series and x; "lines" joins them. series: name -> values, by x."""
+    """One small plot. kind: "bars" has one value a series and x; "lines" joins them. series: name -> values, by x.
+
+    low: where the axis of lines begins; that of bars begins at 0.
+    """
 
     title: str
     unit: str
@@ -56,6 +59,7 @@ class Panel:
     series: Mapping[str, Sequence[float]]
     kind: Literal["bars", "lines"] = "bars"
     x_title: str = ""
+    low: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,12 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        return f"{self.number:02}"
+        """Of its files."""
+        return f"{self.number:02}" if self.number else "sweep"
+
+    @property
+    def heading(self) -> str:
+        return f"{self.number}. {self.title}" if self.number else self.title
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,16 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from aserve.cli.lab.findings import Cell
 from aserve.cli.lab.running import Arrival, Bench, Run, Setup, VirtualBench
+from aserve.cli.lab.shapes import ALARM_LATE_S, Machine
 from aserve.cli.lab.study import Figures
+from aserve.obs.trace import Timeline
 from aserve.testing import HostCosts, StepCosts
 
 POLICIES: Final = {"plain": "sync", "overlap": "overlap", "eager": "eager", "late": "late"}
@@ -84,3 +86,23 @@ def study_row(name: str, runs: Sequence[Run], figures: Figures | None) -> tuple[
         round(mean(float(np.mean(run.batch_sizes)) for run in runs), 1),
         round(100 * mean(run.idle for run in runs), 1),
     )
+
+
+def serving_setup(policy: str, machine: Machine, **more: Any) -> Setup:
+    """A policy on a machine as it serves: four steps in flight at most, alarms as late as timers are."""
+    return setup_of(policy, machine.costs, machine.host, **{"max_inflight": 4, "alarm_late_s": ALARM_LATE_S} | more)
+
+
+TIMELINE_S: Final = 0.25
+"""What a timeline of a model's steps shows: some fifty of them are enough to look at."""
+
+
+def window(run: Run, start_s: float, seconds: float = TIMELINE_S) -> Timeline:
+    """A part of a run that was made with a timeline."""
+    assert run.timeline is not None, "the run was made without a timeline"
+    return replace(run.timeline, start_s=start_s, end_s=min(run.timeline.end_s, start_s + seconds))
+
+
+def head(run: Run, seconds: float = TIMELINE_S) -> Timeline:
+    """Its first part."""
+    return window(run, run.began_s, seconds)

@@ -84,12 +84,12 @@ def _legend(colours: dict[str, str], width: int) -> Iterator[tuple[int, str]]:
 
 def _panel(panel: Panel, colours: dict[str, str]) -> Iterator[str]:
     values = [value for series in panel.series.values() for value in series if not math.isnan(value)]
-    ticks = _ticks(max(values, default=1.0))
-    span = ticks[-1] or 1.0
+    ticks = [panel.low + tick for tick in _ticks(max(values, default=1.0) - panel.low)]
+    span = ticks[-1] - panel.low
     left, right, bottom, top = _LEFT, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM, _TOP
 
     def height_of(value: float) -> float:
-        return bottom - (bottom - top) * value / span
+        return bottom - (bottom - top) * (value - panel.low) / span
 
     yield f'<text x="{left - 38}" y="16" font-weight="600">{escape(panel.title)}</text>'
     yield f'<text x="{right}" y="16" text-anchor="end" fill="#667085">{escape(panel.unit)}</text>'

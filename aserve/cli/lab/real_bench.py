@@ -60,6 +60,7 @@ class RealBench:
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._made_for: tuple[str, bool] | None = None
         self._parts: Parts | None = None
+        self.has_streams = config.model.device == "cuda"
         self.device = ""
 
     def __enter__(self) -> "RealBench":

@@ -18,8 +18,7 @@ def write(folder: Path, experiments: Sequence[Experiment], *, command: str, devi
     for experiment in experiments:
         if experiment.panels:
             (folder / "plots").mkdir(exist_ok=True)
-            title = f"{experiment.number}. {experiment.title}"
-            (folder / plot_of(experiment)).write_text(draw(experiment.panels, title), encoding="utf-8")
+            (folder / plot_of(experiment)).write_text(draw(experiment.panels, experiment.heading), encoding="utf-8")
         if experiment.timelines:
             (folder / "timelines").mkdir(exist_ok=True)
             about = {"experiment": experiment.title, "device": device}
@@ -59,7 +58,7 @@ def page(experiments: Sequence[Experiment], *, command: str, device: str) -> Ite
     yield from _summary(experiments)
     for experiment in experiments:
         yield ""
-        yield f"## {experiment.number}. {experiment.title}"
+        yield f"## {experiment.heading}"
         yield ""
         yield experiment.about
         for table in experiment.tables:
@@ -89,7 +88,7 @@ def _summary(experiments: Sequence[Experiment]) -> Iterator[str]:
     if contradictions:
         yield "Those that were not:"
         yield ""
-        yield from (f"- {experiment.number}. {_sentence(claim)}" for experiment, claim in contradictions)
+        yield from (f"- {experiment.heading}: {_sentence(claim)}" for experiment, claim in contradictions)
 
 
 def _line(claim: Claim) -> str:

@@ -157,6 +157,14 @@ class Run:
         return [launch.num_rows + launch.num_chunks for launch in self.launches]
 
     @property
+    def mean_batch_size(self) -> float:
+        return statistics.fmean(self.batch_sizes)
+
+    @property
+    def idle_percent(self) -> float:
+        return 100 * self.idle
+
+    @property
     def prediction_error(self) -> float | None:
         """Median of |predicted - actual| / actual over the steps whose time the policy predicted, if any."""
         errors = [
@@ -176,10 +184,13 @@ def quantile_ms(seconds: Sequence[float], share: float) -> float:
 
 
 class Bench(Protocol):
-    """Something to run on. ``is_virtual``: the setup's costs are what a run takes."""
+    """Something to run on. is_virtual: the setup's costs are what a run takes. has_streams: two steps run at once."""
 
     @property
     def is_virtual(self) -> bool: ...
+
+    @property
+    def has_streams(self) -> bool: ...
 
     def run(
         self,
@@ -201,6 +212,7 @@ class VirtualBench:
     """Each run is a new virtual device on a new virtual loop, and takes what its callbacks take."""
 
     is_virtual = True
+    has_streams = True
     _BLOCK_SIZE: Final = 32
 
     def run(

@@ -7,6 +7,9 @@ from typing import Final
 
 from aserve.testing import HostCosts, StepCosts, StepShape, read_step_log
 
+SHAPES: Final = ("8b", "1b")
+"""Those in the log that is shipped."""
+
 ALARM_LATE_S: Final = 30e-6
 """A timerfd read by the loop: 11 to 50 µs late at the median on the H200's host."""
 
@@ -24,9 +27,10 @@ _TOKEN_S: Final = 13.8e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on a machine. origin: where the figures come from."""
+    """A model on a machine. shape: out of SHAPES, or another. origin: where the figures come from."""
 
     name: str
+    shape: str
     origin: str
     costs: StepCosts
     host: HostCosts
@@ -38,6 +42,7 @@ def h200(shape: str) -> Machine:
     log = read_step_log()[shape]
     return Machine(
         name=f"{shape.upper()} on one H200",
+        shape=shape,
         origin=log.origin,
         costs=log.costs(),
         host=HostCosts(
@@ -63,6 +68,7 @@ _A10_COSTS: Final = StepCosts(
 
 A10: Final = Machine(
     name="7B on an A10",
+    shape="7b",
     origin=(
         "the card's data sheet (600 GB/s, 125 TFLOP/s in 16 bits) at 85 and 55 % of it; the processor's time is a "
         "third of a step of 16 rows at 600 tokens, which is what loses a quarter of the throughput with one step in "
