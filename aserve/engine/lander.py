@@ -75,7 +75,8 @@ class Lander:
     def push(self, flight: Flight, launch: Launch, launched_s: float) -> None:
         lane = self._lanes[launch.plan.stream]
         lane.flying.append(Flying(flight, launch, launched_s))
-        self._start_oldest(lane, launched_s)
+        if len(lane.flying) == 1:  # any other starts at the landing before it
+            self._start_oldest(lane, launched_s)
         lane.has_flights.set()
 
     def oldest_age_s(self) -> float:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -242,6 +243,21 @@ async def test_an_engine_in_a_trace(n: int) -> None:
         }  # fmt: skip
         assert [name for name, *_ in track.phases] == ["queued", "prefill", "decode"]
         assert [name for name, *_ in track.marks] == ["first token"]
+
+
+async def test_a_queued_step_starts_with_the_landing_before_it() -> None:
+    """Not with the launch behind it, which that landing leads to."""
+    landings: list[StepLanding] = []
+
+    class Landings(NullObserver):
+        def step_landed(self, landing: StepLanding) -> None:
+            landings.append(landing)
+
+    async with running(ScriptedRunner(step_time_s=0.001), observer=Landings()) as engine:
+        await read(engine.submit_nowait(request(max_tokens=8)))
+
+    begins_s = [max(after.launched_s, before.landed_s) for before, after in pairwise(landings)]
+    assert [landing.started_s for landing in landings[1:]] == begins_s
 
 
 async def test_preempted_and_parked_requests_in_a_trace() -> None:
