@@ -27,6 +27,7 @@ from make_models import SHAPES, VOCAB_SIZE, write_model
 
 from aserve.core.invariants import check
 from aserve.core.options import SchedulerOptions
+from aserve.core.policy import POLICIES
 from aserve.core.request import FinishReason, SamplingParams
 from aserve.device.memory import resident_bytes
 from aserve.device.threads import prepare_process
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, default=2048, help="few, so that blocks are evicted")
     parser.add_argument("--prompt-max", type=int, default=1500)
     parser.add_argument("--output-max", type=int, default=64)
-    parser.add_argument("--policy", choices=("sync", "overlap", "eager"), default="overlap")
+    parser.add_argument("--policy", choices=list(POLICIES), default="overlap")
     parser.add_argument("--check-every", type=int, default=100, help="landings between two recounts of all state")
     arguments = parser.parse_args()
     arguments.requests = arguments.requests or (1_000 if arguments.reference else 10_000)

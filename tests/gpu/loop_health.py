@@ -1,6 +1,6 @@
 """The event loop under load on the GPU: lag, CPU a token by stage, launch times, and how idle the GPU is.
 
-    python tests/gpu/loop_health.py [--shape llama1b] [--streams 1 16 64 256] [--policies sync overlap]
+    python tests/gpu/loop_health.py [--shape llama1b] [--streams 1 16 64 256] [--policies sync overlap late]
     python tests/gpu/loop_health.py --device cpu --shape tiny --streams 1 8 --tokens 32 --max-num-seqs 8
 
 The whole server in this process, driven over SSE by ``loadgen`` in others; one model is loaded once and served under
@@ -22,15 +22,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvloop
+from kept_runner import KeptRunner
 from make_models import SHAPES, write_model
 
 from aserve.core.options import SchedulerOptions
 from aserve.core.plan import BatchPlan
+from aserve.core.policy import POLICIES
+from aserve.device.alarm import Alarm
+from aserve.device.alarm import is_supported as alarm_is_supported
 from aserve.device.threads import prepare_process
 from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.options import EngineOptions
-from aserve.engine.ports import Flight, Runner, RunnerInfo
+from aserve.engine.ports import Flight, Runner
 from aserve.model.options import ModelOptions
 from aserve.obs.log import Logger
 from aserve.obs.loop_watch import LoopWatch, freeze_heap
@@ -55,28 +59,18 @@ MANY_STREAMS: Final = 64
 PROFILE_S: Final = 0.5
 
 
-class TimedRunner:
-    """A runner that notes how long each launch held the loop, and that outlives the engines that it serves."""
+class TimedRunner(KeptRunner):
+    """Notes how long each launch held the loop."""
 
     def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
         self.launches_s: list[float] = []
-        self._runner = runner
-
-    @property
-    def info(self) -> RunnerInfo:
-        return self._runner.info
 
     def launch(self, plan: BatchPlan) -> Flight:
         started_s = time.perf_counter()
-        flight = self._runner.launch(plan)
+        flight = super().launch(plan)
         self.launches_s.append(time.perf_counter() - started_s)
         return flight
-
-    def statistics(self) -> dict[str, float]:
-        return self._runner.statistics()
-
-    async def aclose(self) -> None:
-        """Nothing: the next engine needs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +100,19 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 async def load(url: str, streams: int, tokens: int, *, rounds: int, seed: int) -> dict[str, Any]:
     """Chats of that many streams, ``rounds`` for each. Returns what loadgen found."""
+    return await run_loadgen(
+        url, "--concurrency", str(streams), "--num-requests", str(max(streams * rounds, 4)),
+        "--max-tokens", str(tokens), "--words", "32", "--seed", str(seed),
+        "--processes", "4" if streams >= MANY_STREAMS else "1",
+    )  # fmt: skip
+
+
+async def run_loadgen(url: str, *flags: str) -> dict[str, Any]:
+    """``loadgen run`` in a process of its own, which ignores ends of sequences. Returns what it found."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "loadgen.json"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "loadgen", "run", "--quiet", "--base-url", url, "--concurrency", str(streams),
-            "--num-requests", str(max(streams * rounds, 4)), "--max-tokens", str(tokens), "--words", "32",
-            "--ignore-eos", "--seed", str(seed), "--processes", "4" if streams >= MANY_STREAMS else "1",
+            sys.executable, "-m", "loadgen", "run", "--quiet", "--base-url", url, "--ignore-eos", *flags,
             "--json", str(result),
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
@@ -123,11 +124,17 @@ async def load(url: str, streams: int, tokens: int, *, rounds: int, seed: int) -
 
 @asynccontextmanager
 async def serving(
-    runner: TimedRunner, options: SchedulerOptions, renderer: PromptRenderer, tokenizer: HFTokenizer
+    runner: KeptRunner, options: SchedulerOptions, renderer: PromptRenderer, tokenizer: HFTokenizer
 ) -> AsyncIterator[tuple[Engine, str, Metrics]]:
+    """The whole server on a port of its own, put together as ``aserve.main`` does it."""
     metrics = Metrics("measured")
     engine = Engine(
-        runner, tokenizer, options, EngineOptions(max_queue_requests=1 << 14), observer=MetricsObserver(metrics)
+        runner,
+        tokenizer,
+        options,
+        EngineOptions(max_queue_requests=1 << 14),
+        observer=MetricsObserver(metrics),
+        make_alarm=Alarm if alarm_is_supported() else None,
     )
     server = Server(
         engine=engine,
@@ -290,11 +297,11 @@ def main() -> int:
     parser.add_argument("--device-wait", choices=("auto", "timer", "thread", "poll"), default="auto")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama1b")
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64, 256))
-    parser.add_argument("--policies", nargs="+", choices=("sync", "overlap"), default=("sync", "overlap"))
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=("sync", "overlap", "late"))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2, help="requests a stream")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0 is the server's own")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     prepare_process()
