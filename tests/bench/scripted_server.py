@@ -22,6 +22,7 @@ from types import FrameType
 import uvloop
 
 from aserve.core.options import SchedulerOptions
+from aserve.device.alarm import Alarm, is_supported
 from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.options import EngineOptions
@@ -105,6 +106,7 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         options,
         EngineOptions(max_queue_requests=1 << 16),
         observer=MetricsObserver(metrics),
+        make_alarm=Alarm if is_supported() else None,
     )
     renderer = PromptRenderer(ByteTokenizer(), ChatTemplate({"default": TEMPLATE}, special_tokens={}))
     renderer.encode_chat([{"role": "user", "content": "warm up"}], add_generation_prompt=True)
