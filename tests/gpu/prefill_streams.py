@@ -30,6 +30,8 @@ from make_models import SHAPES, VOCAB_SIZE, write_model
 from aserve.core.options import SchedulerOptions
 from aserve.core.policy import POLICIES
 from aserve.core.request import SamplingParams
+from aserve.device.alarm import Alarm
+from aserve.device.alarm import is_supported as alarm_is_supported
 from aserve.device.threads import prepare_process
 from aserve.engine.engine import Engine
 from aserve.engine.generation import GenerationRequest
@@ -252,7 +254,7 @@ async def measure(arguments: argparse.Namespace, engine: Engine, mode: str) -> P
 async def run(
     arguments: argparse.Namespace, mode: str, runner: Runner, tokenizer: HFTokenizer, scheduler: SchedulerOptions
 ) -> Point:
-    engine = Engine(runner, tokenizer, scheduler)
+    engine = Engine(runner, tokenizer, scheduler, make_alarm=Alarm if alarm_is_supported() else None)
     await engine.start()
     try:
         if arguments.device == "cuda":  # the first start of a profiler takes seconds

@@ -334,6 +334,8 @@ PRESSURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "preempted at every third step": ({}, {"policy": "eager", "force_preempt_every": 3}),
     "eight blocks": ({"num_blocks": 8}, {"policy": "eager"}),
     "chunks of a block": ({}, {"policy": "overlap", "max_num_batched_tokens": 24}),
+    "rows and chunks in turn": ({}, {"prefill": "split", "max_num_batched_tokens": 24}),
+    "rows and chunks in two streams": ({}, {"prefill": "streams", "max_num_batched_tokens": 24}),
 }
 
 
