@@ -52,10 +52,14 @@ def model_folder(shape: Shape, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, options: argparse.Namespace) -> CudaRunner:
+def load(
+    folder: Path, options: argparse.Namespace, *, max_num_seqs: int = 256, max_num_batched_tokens: int = 4096
+) -> CudaRunner:
     """A runner; how long it took is said."""
     started_s = time.perf_counter()
-    scheduler = SchedulerOptions(max_num_seqs=256, max_num_batched_tokens=4096, block_size=options.block_size)
+    scheduler = SchedulerOptions(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=options.block_size
+    )
     runner = load_cuda_runner(ModelOptions(load_format="dummy", kv_cache_gib=options.kv_cache_gib), scheduler, folder)
     seconds = time.perf_counter() - started_s
     parts = {name: round(value, 2) for name, value in runner._start_seconds.items()}

@@ -1,24 +1,35 @@
 """Where the time of a captured step goes: its kernels by the profiler, and the host's calls beside them.
 
-    python tests/gpu/profile_step.py [--shape 8b] [--rows 1 16 256] [--length 640] [--trace FILE] [--plain]
+    python tests/gpu/profile_step.py [--shapes 8b] [--rows 1 16 256] [--length 640] [--trace FILE] [--plain]
+    python tests/gpu/profile_step.py --anatomy [--shapes 1b 8b] [--rows 1]
 
 Prints, for each number of rows, every kernel's launches a step, its mean and its share. --plain profiles the step of
 bench_kernels.py, which no server surrounds, as well. --trace writes a timeline of four steps through
-``CudaRunner.launch`` for chrome://tracing.
+``CudaRunner.launch`` for chrome://tracing. --anatomy asks what a launched step has that a replayed graph has not: the
+time of a step in ways that lie between the two, each by the device's clock or between landings, and its parts and the
+gaps before them, two steps in flight.
 """
 
 import argparse
-import asyncio
+import gc
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
+import uvloop
 from bench_kernels import SHAPES, PlainStep, Shape, randn, say
 from bench_step import Host, load, model_folder, rows_of
+from step_anatomy import PARTS, Span, anatomy_of
 from torch.profiler import ProfilerActivity, profile
 
 from aserve.core.ids import StepNumber
@@ -27,6 +38,9 @@ from aserve.core.request import SamplingParams
 
 NUM_REPLAYS = 10
 SHOWN = 24
+NUM_STEPS: Final = 40
+"""Of each way that is timed."""
+GREEDY: Final = SamplingParams(temperature=0)
 
 
 def kernels(run: Callable[[], None]) -> None:
@@ -92,19 +106,162 @@ def plain(shape: Shape, num_rows: int, length: int) -> None:
     kernels(replay_of(PlainStep(shape, [length] * num_rows, weights).run))
 
 
+@triton.jit
+def _copy_kernel(from_ptr, to_ptr, count, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(to_ptr + index, tl.load(from_ptr + index, mask=index < count), mask=index < count)
+
+
+class Anatomist:
+    """Times steps of so many rows in all ways, by sequences that are bound anew for each."""
+
+    def __init__(self, host: Host, num_rows: int, length: int) -> None:
+        self._host = host
+        self._lengths = [length] * num_rows
+        self._plans = [{"rows": rows_of(self._lengths, step)} for step in range(NUM_STEPS + 4)]
+        size = host.runner._steps.size_of(BatchPlan(step=StepNumber(1), **self._plans[0]))
+        self._step = host.runner._steps.step(size)
+        self._pinned = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=True)
+
+    async def ways(self) -> dict[str, float]:
+        """ms a step."""
+        runner, end = self._host.runner, self._step.layout.end
+        words, pinned, device = runner._steps.words, self._pinned, runner._device
+
+        def replay() -> None:
+            self._step.replay()
+
+        def after_copy() -> None:
+            words[2:end].copy_(pinned[2:end], non_blocking=True)
+            replay()
+
+        def after_kernel() -> None:
+            _copy_kernel[(1,)](pinned[2:end], words[2:end], end - 2, BLOCK=triton.next_power_of_2(end))
+            replay()
+
+        def with_event() -> None:
+            after_copy()
+            device.record()
+
+        found = {}
+        for name, body in (
+            ("graph alone", replay),
+            ("words copied before it", after_copy),
+            ("words read by a kernel", after_kernel),
+            ("words copied, an event after it", with_event),
+        ):
+            await self._bind()
+            found[name] = self._device_ms(body)
+        for watcher, depth in (("timer", 2), ("thread", 2), ("timer", 3), ("timer", 1)):
+            await self._wait_by(watcher)
+            await self._bind()
+            found[f"launched, {depth} in flight, {watcher}"] = 1e3 * statistics.median(
+                (await self._host.run(self._plans, depth))[4:]
+            )
+        await self._wait_by("timer")
+        return found
+
+    async def spans(self) -> list[Span]:
+        """What the device did while steps were launched, two in flight."""
+        await self._bind()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            await self._host.run(self._plans, 2)
+            torch.cuda.synchronize()
+        kind = torch.autograd.DeviceType.CUDA
+        events = [event for event in profiler.profiler.kineto_results.events() if event.device_type() == kind]
+        spans = [Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
+        return sorted(spans, key=lambda span: span.start_ns)
+
+    def copies(self) -> dict[str, float]:
+        """us a copy, many in a row."""
+        words, logits = self._host.runner._steps.words, self._host.runner._steps.logits_SV
+        row = torch.zeros(logits.shape[1], pin_memory=True)
+        found = {}
+        for count in (64, 1024, 16_384):
+            found[f"{4 * count} bytes to the device"] = 1e3 * self._device_ms(
+                lambda count=count: words[:count].copy_(self._pinned[:count], non_blocking=True)
+            )
+        found[f"{row.nbytes} bytes from the device"] = 1e3 * self._device_ms(
+            lambda: row.copy_(logits[0], non_blocking=True)
+        )
+        return found
+
+    async def _bind(self) -> None:
+        """The words of a step lie on the device afterwards, and in the pinned array but for its number."""
+        await self._host.bind(self._lengths, GREEDY)
+        await self._host.run(self._plans[:2])
+        self._pinned[: self._step.layout.end] = self._host.runner._steps.words[: self._step.layout.end].cpu()
+
+    async def _wait_by(self, name: str) -> None:
+        runner = self._host.runner
+        if runner._watcher is not None:
+            await runner._watcher.aclose()
+        runner._watcher, runner._watcher_name = None, name
+
+    def _device_ms(self, body: Callable[[], object]) -> float:
+        with self._host.runner._device.scope():
+            body()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(NUM_STEPS):
+                body()
+            end.record()
+            end.synchronize()
+        return start.elapsed_time(end) / NUM_STEPS
+
+
+def clocks() -> str:
+    """What the GPU runs at just now, if its driver's tool is here to tell."""
+    if shutil.which("nvidia-smi") is None:
+        return "clocks unknown"
+    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+async def dissect(host: Host, num_rows: int, length: int) -> None:
+    """Print the tables of one shape at so many rows."""
+    anatomist = Anatomist(host, num_rows, length)
+    with torch.inference_mode():
+        ways, copies = await anatomist.ways(), anatomist.copies()
+        running = clocks()
+        anatomy = anatomy_of(await anatomist.spans())
+    title = f"{host.shape.name} x {num_rows}"
+    lines = [f"| {title}: a step | ms |", "|---|---|", *(f"| {name} | {ms:.3f} |" for name, ms in ways.items()), ""]
+    lines += [f"| {title}: a copy | us |", "|---|---|", *(f"| {name} | {us:.1f} |" for name, us in copies.items()), ""]
+    lines += [f"| {title}: parts, {anatomy.num_steps} steps | nodes | us | us of gaps before them |", "|---" * 4 + "|"]
+    lines += [
+        f"| {part} | {anatomy.nodes[part]:.1f} | {anatomy.busy_us[part]:.1f} | {anatomy.gap_us[part]:.1f} |"
+        for part in PARTS
+        if anatomy.nodes[part]
+    ]
+    nodes, busy, gaps = (sum(each.values()) for each in (anatomy.nodes, anatomy.busy_us, anatomy.gap_us))
+    say("\n".join([*lines, f"| together | {nodes:.1f} | {busy:.1f} | {gaps:.1f} |", "", f"{title}: {running}", ""]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], default="8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES])
+    parser.add_argument("--rows", type=int, nargs="+")
     parser.add_argument("--length", type=int, default=640)
     parser.add_argument("--trace", default="")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--anatomy", action="store_true")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--kv-cache-gib", type=float, default=44.0)
     options = parser.parse_args()
-    shape = next(shape for shape in SHAPES if shape.name == options.shape)
+    options.rows = options.rows or ([1] if options.anatomy else [1, 16, 256])
+    for name in options.shapes or (["1b", "8b"] if options.anatomy else ["8b"]):
+        profile_shape(next(shape for shape in SHAPES if shape.name == name), options)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def profile_shape(shape: Shape, options: argparse.Namespace) -> None:
+    """Load it once for all numbers of rows."""
     with tempfile.TemporaryDirectory() as folder:
-        runner = load(model_folder(shape, Path(folder) / shape.name), options)
+        few = {"max_num_seqs": max(options.rows), "max_num_batched_tokens": 1024} if options.anatomy else {}
+        runner = load(model_folder(shape, Path(folder) / shape.name), options, **few)
     with torch.inference_mode():
         for part in runner._kv.memory.split(1 << 30):
             part.normal_()
@@ -113,10 +270,13 @@ def main() -> None:
     async def run() -> None:
         host = Host(runner, shape)
         for num_rows in options.rows:
-            await product(host, num_rows, options.length, options.trace)
+            if options.anatomy:
+                await dissect(host, num_rows, options.length)
+            else:
+                await product(host, num_rows, options.length, options.trace)
         await runner.aclose()
 
-    asyncio.run(run())
+    uvloop.run(run())
     for num_rows in options.rows if options.plain else ():
         plain(shape, num_rows, options.length)
 
