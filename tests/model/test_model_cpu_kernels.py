@@ -2,19 +2,25 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families import NATIVE, PagedDriver, hf_model, prompt, save
+from numba import typeof
 from torch import Tensor
 
 from aserve.model import cpu_decoder
+from aserve.model.attention import pages
 from aserve.model.attention.pages import PageAttention, array_of, pages_of
 from aserve.model.batch import KVShape
 from aserve.model.config import ModelConfig
 from aserve.model.cpu_decoder import CpuDecoder, round_to_int8
+from aserve.model.cpu_kernels import ahead
+from aserve.model.cpu_kernels.attention import make_attend
 from aserve.model.cpu_kernels.compiler import exp, kernel, narrow, widen
 from aserve.model.cpu_kernels.elementwise import add_rms_norm, rotate_and_cache, silu_mul
 from aserve.model.cpu_kernels.few_rows import multiply
@@ -200,6 +206,49 @@ def test_the_fused_decoder_is_as_exact_as_the_plain_one(
             for driver in (fused, lean, plain)
         )
         assert max(fused_error, lean_error) < 1.5 * plain_error
+
+
+@needs_bfloat16
+def test_what_is_compiled_ahead_is_what_larger_steps_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel with the same types as in a step of nine rows and a chunk, in any layer."""
+    called: dict[str, set[tuple[object, ...]]] = {}
+
+    def record(kernel: Any) -> Any:
+        def call(*arguments: object) -> None:
+            called.setdefault(kernel.__name__, set()).add(tuple(map(typeof, arguments)))
+
+        return call
+
+    for module in (ahead, cpu_decoder):
+        for each in (add_rms_norm, rotate_and_cache, silu_mul):
+            monkeypatch.setattr(module, each.__name__, record(each))
+    for module in (ahead, pages):
+        monkeypatch.setattr(module, "make_attend", lambda *constants: record(make_attend(*constants)))
+    ahead.compile_larger_steps(2, 16, 8)
+    compiled = {name: set(types) for name, types in called.items()}
+
+    model_type, overrides = NATIVE["qwen3"]
+    driver = PagedDriver(load_model(save(hf_model(model_type, **overrides), tmp_path), dtype=torch.bfloat16))
+    names = [str(index) for index in range(9)]
+    driver.step({}, {name: prompt(5) for name in names})
+    driver.step(dict.fromkeys(names, 3), {"late": prompt(20)})
+
+    assert called == compiled
+    assert len(compiled) == 4
+
+
+def test_another_process_compiles_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the constants that it is given."""
+    found = tmp_path / "found"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" > {found}.part && mv {found}.part {found}\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    ahead.begin(3, 64, 32)
+    next(thread for thread in threading.enumerate() if thread.name == "aserve-compile").join(20)
+
+    assert found.read_text().split() == ["-m", "aserve.model.cpu_kernels.ahead", "3", "64", "32"]
 
 
 def test_kernels_leave_torchs_threads_as_they_are() -> None:

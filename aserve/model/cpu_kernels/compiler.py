@@ -53,26 +53,29 @@ HAS_COMPILED_BEFORE: Final = Path(_CACHE_FOLDER).exists()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """One thread's work; others may run Python beside it."""
+    """One thread's work, for kernels to call; others may run Python beside it.
+
+    Not kept by itself: it is a part of those that call it. Two processes that add to one function's index at a time can
+    mix up their entries, and these are what all of them would add to.
+    """
     return _compiled(function)
 
 
 def parallel_kernel(function: Callable[..., Any]) -> Any:
-    """With ``numba.prange`` over as many threads as ``numba.set_num_threads`` gave the calling one."""
-    return _compiled(function, parallel=True)
-
-
-def _compiled(function: Callable[..., Any], **options: bool) -> Any:
-    make = numba.njit(fastmath=FAST_MATH, nogil=True, error_model="numpy", **options)
+    """With ``numba.prange`` over as many threads as ``numba.set_num_threads`` gave the calling one. Kept on disk."""
     others = numba.config.CACHE_DIR  # of whoever else compiles in this process
     numba.config.CACHE_DIR = others or _CACHE_FOLDER
     try:
-        dispatcher = make(function)
+        dispatcher = _compiled(function, parallel=True)
         with suppress(RuntimeError):  # nowhere to write: each start compiles
             dispatcher.enable_caching()
     finally:
         numba.config.CACHE_DIR = others
     return dispatcher
+
+
+def _compiled(function: Callable[..., Any], **options: bool) -> Any:
+    return numba.njit(fastmath=FAST_MATH, nogil=True, error_model="numpy", **options)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

@@ -14,8 +14,9 @@ from typing import Any, Final
 import numba
 import numpy as np
 
+from aserve.model.cpu_kernels import ahead
 from aserve.model.cpu_kernels.attention import attend_heads
-from aserve.model.cpu_kernels.compiler import exp, kernel, narrow, parallel_kernel, widen
+from aserve.model.cpu_kernels.compiler import HAS_COMPILED_BEFORE, exp, kernel, narrow, parallel_kernel, widen
 from aserve.model.cpu_kernels.elementwise import store_key, turn_head
 from aserve.model.cpu_kernels.vectors import dot_rows
 
@@ -78,7 +79,11 @@ def make_step(group: int, head_dim: int, block_size: int) -> Any:
     Weights: int8 or bfloat16 (as uint16) [L, outputs, inputs]; scales float32 [L, outputs], biases float32 likewise, of
     shape [L, 0] where there are none. norms: float32 [2 L + 1, C], in the order of use. gains_LMD: float32, [L, 0, D]
     without q/k norms. windows: int64 [L], 0 for none. cos, sin: float32 [S, F]. memory: uint16, see ``attention``.
+
+    Where no kernels have been kept yet, those of larger steps are compiled in another process from now on.
     """
+    if not HAS_COMPILED_BEFORE:
+        ahead.begin(group, head_dim, block_size)
 
     @parallel_kernel
     def step(
