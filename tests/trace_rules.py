@@ -79,9 +79,9 @@ def _check_fields(event: dict[str, Any]) -> None:
     assert isinstance(event["cat"], str) and event["cat"], event
     if event["ph"] == "X":
         assert type(event["dur"]) in (int, float) and event["dur"] >= 0, event
-        assert "id" not in event, event
+        assert "id2" not in event, event
     else:
-        assert isinstance(event["id"], str) and int(event["id"], 16) > 0, event
+        assert set(event["id2"]) == {"local"} and int(event["id2"]["local"], 16) > 0, event
         assert "dur" not in event, event
 
 
@@ -93,12 +93,10 @@ def _read_lane(events: list[dict[str, Any]]) -> list[tuple[str, int, int, dict[s
 
 
 def _read_tracks(events: list[dict[str, Any]], processes: dict[int, ReadProcess]) -> None:
-    open_events: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    tracks: dict[tuple[str, str], ReadTrack] = {}
-    owners: dict[tuple[str, str], int] = {}
+    open_events: dict[tuple[int, str, str], list[dict[str, Any]]] = defaultdict(list)
+    tracks: dict[tuple[int, str, str], ReadTrack] = {}
     for event in events:
-        key = event["cat"], event["id"]
-        assert owners.setdefault(key, event["pid"]) == event["pid"], f"two processes share an id: {event}"
+        key = event["pid"], event["cat"], event["id2"]["local"]
         stack = open_events[key]
         if event["ph"] == "b":
             if not stack:

@@ -128,7 +128,8 @@ class Trace:
         if life is None:
             life = self._lives[move.sequence] = _Life(
                 sequence=move.sequence,
-                name=f"{move.request_id} [{move.index}]" if move.index else move.request_id,
+                # The number first: Perfetto sorts tracks by name, and this is the order in which they came.
+                name=f"#{move.sequence} {move.request_id}" + (f" [{move.index}]" if move.index else ""),
                 submitted_s=move.at_s,
                 num_prompt_tokens=move.num_tokens,
             )

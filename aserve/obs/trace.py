@@ -3,7 +3,7 @@
 A ``Timeline`` becomes a process of the file. Its lanes become threads with complete events ("X"), each of its tracks a
 group of nestable asynchronous events ("b", "n", "e") under one id. Rules of the format that hold for whatever records
 are given: times are whole microseconds (so that no viewer's rounding makes neighbours overlap), slices of a lane do not
-overlap, every begin has its end and inner pairs lie within outer ones, ids belong to one process, metadata come first.
+overlap, every begin has its end and inner pairs lie within outer ones, ids are local to a process, metadata come first.
 
 Nothing here knows the server, so a run on a virtual clock is written the same way: a timeline for each policy that was
 tried, ``render`` of them all, and one file shows them below each other from the same zero.
@@ -57,7 +57,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """The life of one request: phases one after another, and moments. id: unique in its timeline, 32 bits.
+    """The life of one request: phases one after another, and moments. id: above 0, unique in its timeline.
 
     start_s may lie before the first phase that is known. end_s: None while it goes on. args: shown on the whole.
     """
@@ -149,7 +149,7 @@ class _Writer:
             }
 
     def _track(self, track: Track, thread: int) -> Iterator[dict[str, Any]]:
-        common = {"cat": "request", "id": f"{self._process << 32 | track.id:#x}", "pid": self._process, "tid": thread}
+        common = {"cat": "request", "id2": {"local": f"{track.id:#x}"}, "pid": self._process, "tid": thread}
         start_us, end_us, args = self._within(track.start_s, track.end_s, track.args)
         inner: list[tuple[int, dict[str, Any]]] = []
         now_us = start_us

@@ -170,7 +170,7 @@ def test_phases_of_a_request() -> None:
 
     [track] = read_cut(trace).tracks
 
-    assert (track.name, track.start_us, track.end_us) == ("r1", 0, 700_000)
+    assert (track.name, track.start_us, track.end_us) == ("#1 r1", 0, 700_000)
     assert track.args == {"prompt_tokens": 40, "cached_tokens": 32, "output_tokens": 25, "finish_reason": "length"}
     assert [name for name, *_ in track.phases] == [
         "queued", "prefill", "decode", "parked", "queued", "prefill", "decode",
@@ -234,8 +234,8 @@ async def test_an_engine_in_a_trace(n: int) -> None:
     assert [args["step"] for name, _, _, args in loop if name == "land"] == steps
     num_delivered = sum(args["tokens"] for name, _, _, args in loop if name == "deliver")
     assert num_delivered == 3 * n * 11  # first tokens go out with the landing
-    names = {f"r{number} [{index}]" if index else f"r{number}" for number in range(3) for index in range(n)}
-    assert {track.name for track in process.tracks} == names
+    names = [f"r{number} [{index}]" if index else f"r{number}" for number in range(3) for index in range(n)]
+    assert {track.name for track in process.tracks} == {f"#{id} {name}" for id, name in enumerate(names, 1)}
     for track in process.tracks:
         assert track.args == {
             "prompt_tokens": 60, "cached_tokens": track.args["cached_tokens"], "output_tokens": 12,
@@ -271,7 +271,7 @@ async def test_preempted_and_parked_requests_in_a_trace() -> None:
         await until(lambda: engine.statistics().num_parked == 1)
         await read(slow)
 
-    tracks = {track.name: [name for name, *_ in track.phases] for track in read_cut(trace).tracks}
+    tracks = {track.name.split()[1]: [name for name, *_ in track.phases] for track in read_cut(trace).tracks}
 
     assert tracks["fast"].count("prefill") > 1
     assert "parked" in tracks["slow"]
@@ -293,7 +293,7 @@ async def test_requests_end_in_a_trace_however_they_end() -> None:
         engine.abort("aborted")
         await read(engine.submit_nowait(request(request_id="failed")))
 
-    ends = {track.name: track.args["finish_reason"] for track in read_cut(trace).tracks}
+    ends = {track.name.split()[1]: track.args["finish_reason"] for track in read_cut(trace).tracks}
 
     assert ends == {"aborted": FinishReason.ABORT, "failed": FinishReason.ERROR}
 

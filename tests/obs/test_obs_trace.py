@@ -196,7 +196,7 @@ def test_whatever_is_recorded_obeys_the_format(
     """Any records, cut anywhere, also those that contradict each other."""
     numbered = [
         Track(id=number, name=t.name, start_s=t.start_s, end_s=t.end_s, phases=t.phases, marks=t.marks)
-        for number, t in enumerate(tracks)
+        for number, t in enumerate(tracks, 1)
     ]
 
     [process] = read_trace(

@@ -39,7 +39,7 @@ async def test_the_last_seconds_come_as_a_file() -> None:
     [process] = read_trace(answer.body)
     assert (process.name, [(t.name, t.start_us) for t in process.tracks]) == (
         "test",
-        [("a", 0), ("b", 500_000), ("c", 1_500_000)],
+        [("#1 a", 0), ("#2 b", 500_000), ("#3 c", 1_500_000)],
     )
     about = json.loads(answer.body)["otherData"]
     assert about["version"] == "1" and about["began_at"].endswith("Z")
