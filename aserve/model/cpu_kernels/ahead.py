@@ -3,8 +3,9 @@
     python -m aserve.model.cpu_kernels.ahead GROUP HEAD_DIM BLOCK_SIZE
 
 A process, since numba compiles one function at a time in each. They meet in the cache folder; what is not there in time
-is compiled twice, and nobody waits for the other. (SmolLM2-135M on 2 cores, from an empty cache to a first step: 17.8 s,
-21.5 without.)
+is compiled twice, and nobody waits for the other.
+
+On 2 cores SmolLM2-135M starts in 17.8 s with an empty cache, in 21.5 without this.
 """
 
 import os
