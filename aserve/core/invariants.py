@@ -23,6 +23,7 @@ def check(core: State) -> None:
     _check_blocks(core)
     _check_queues(core)
     _check_slots(core)
+    _check_streams(core)
     if core.is_idle:
         _check_idle(core)
 
@@ -116,6 +117,18 @@ def _check_slots(core: State) -> None:
     for row in np.flatnonzero(book.live).tolist():
         unlanded = int(book.num_unlanded[row])
         _require(num_rows[row] == unlanded, f"slot {row}: {num_rows[row]} rows in flight, not {unlanded}")
+
+
+def _check_streams(core: State) -> None:
+    """Nothing orders steps of two streams: they list no slot in common, and fences ask for both."""
+    slots: dict[int, set[int]] = {}
+    for step in core.inflight:
+        listed = [*step.plan.rows[:, 0].tolist(), *(chunk.slot for chunk in step.plan.chunks)]
+        slots.setdefault(step.plan.stream, set()).update(listed)
+    common = set.intersection(*slots.values()) if len(slots) > 1 else set()
+    _require(not common, f"slots {sorted(common)} are in flight on two streams")
+    oldest = min((step.plan.step for step in core.inflight), default=core.newest_step + 1)
+    _require(core.landed == oldest - 1, f"step {oldest} has not landed, but {core.landed} steps count as landed")
 
 
 def _check_idle(core: State) -> None:
