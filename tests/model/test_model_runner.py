@@ -21,7 +21,7 @@ from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult, Ch
 from aserve.core.request import SamplingParams
 from aserve.device.thread import DeviceThread
 from aserve.engine.ports import Runner, RunnerInfo
-from aserve.errors import DeviceLost, ModelError
+from aserve.errors import ConfigError, DeviceLost, ModelError
 from aserve.model.batch import ForwardBatch, KVShape
 from aserve.model.config import ModelConfig
 from aserve.model.kv_tensors import KVTensors
@@ -479,8 +479,8 @@ def model_folder(tmp_path: Path, **generation: Any) -> Path:
     return tmp_path
 
 
-def load(folder: Path, *, num_blocks: int = 0, **options: Any) -> CpuRunner:
-    scheduler = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=32, num_blocks=num_blocks)
+def load(folder: Path, *, num_blocks: int = 0, prefill: Any = "mixed", **options: Any) -> CpuRunner:
+    scheduler = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=32, num_blocks=num_blocks, prefill=prefill)
     return load_runner(ModelOptions(load_format="dummy", device="cpu", threads=1, **options), scheduler, folder)
 
 
@@ -521,11 +521,12 @@ def test_the_context_is_cut_to_a_small_pool(tmp_path: Path) -> None:
         ({"num_blocks": 7}, "at least 8 blocks"),
         ({"kv_cache_gib": 1e6}, "Too little memory"),
         ({"reference": True, "dtype": "bfloat16"}, "computes in float32"),
+        ({"prefill": "streams"}, "takes a GPU"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_one_sentence(tmp_path: Path, options: Any, sentence: str) -> None:
     """And its thread is gone."""
-    with pytest.raises(ModelError, match=sentence):
+    with pytest.raises((ModelError, ConfigError), match=sentence):
         load(model_folder(tmp_path), **options)
     assert "aserve-device" not in {thread.name for thread in threading.enumerate()}
 
