@@ -195,7 +195,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "split": {"prefill": "split"},
     "streams": {"prefill": "streams"},
     "streams, the host sampling": {"prefill": "streams", "sampler": "host"},
-    "preempted in two streams": {"prefill": "streams", "num_blocks": 120, "max_num_batched_tokens": 80},
+    "preempted by force in two streams": {"prefill": "streams", "force_preempt_every": 7},
 }
 
 
