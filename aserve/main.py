@@ -21,10 +21,12 @@ from aserve.config import Config
 from aserve.core.request import SamplingParams
 from aserve.device.alarm import Alarm
 from aserve.device.alarm import is_supported as alarm_is_supported
+from aserve.device.nvtx import open_ranges
 from aserve.device.threads import prepare_process
 from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.ports import Observer, Runner, RunnerInfo
+from aserve.engine.ranges import RangedRunner, Ranges, mark_scheduler
 from aserve.engine.trace import Trace
 from aserve.errors import InvalidRequest
 from aserve.model.hub import ModelSource, resolve_model
@@ -137,6 +139,9 @@ async def _serve(
     last_resort: "_LastResort",
 ) -> int:
     metrics = Metrics(source.name, vllm_names=config.metrics.vllm_names, process=config.metrics.process)
+    ranges = _open_ranges(log) if config.trace.nvtx else None
+    if ranges is not None:
+        runner = RangedRunner(runner, ranges)
     observer = MetricsObserver(metrics)
     trace = _make_trace(config, source, runner.info, observer)
     engine = Engine(
@@ -148,6 +153,8 @@ async def _serve(
         log=log.logger.bind(part="engine"),
         make_alarm=Alarm if alarm_is_supported() else None,
     )
+    if ranges is not None:
+        mark_scheduler(engine.scheduler, ranges)
     watch = LoopWatch(
         metrics.loop_lag,
         interval_s=config.metrics.loop_lag_interval_ms / 1000,
@@ -203,6 +210,14 @@ def _make_trace(config: Config, source: ModelSource, info: RunnerInfo, metrics: 
             "max_inflight": config.scheduler.max_inflight,
         },
     )
+
+
+def _open_ranges(log: Log) -> Ranges | None:
+    """Where NVTX ranges go; None, and a warning, where there is no CUDA."""
+    ranges = open_ranges()
+    if ranges is None:
+        log.logger.warning("trace.nvtx_ignored", reason="there is no CUDA device, and NVTX ranges come with CUDA")
+    return ranges
 
 
 def _announce(host: str, port: int, model: str, device: str) -> None:
