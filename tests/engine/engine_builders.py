@@ -15,6 +15,7 @@ from aserve.core.request import SamplingParams
 from aserve.engine.engine import Engine
 from aserve.engine.generation import Delta, GenerationRequest
 from aserve.engine.options import EngineOptions
+from aserve.engine.ports import Runner, Tokenizer
 from aserve.engine.stream import TokenStream
 from aserve.testing import ByteTokenizer, ScriptedRunner
 
@@ -37,18 +38,20 @@ def request(prompt: str | list[str] = "hello", **wanted: Any) -> GenerationReque
 
 
 @asynccontextmanager
-async def running(runner: ScriptedRunner | None = None, **options: Any) -> AsyncIterator[Engine]:
+async def running(
+    runner: Runner | None = None, tokenizer: Tokenizer | None = None, **options: Any
+) -> AsyncIterator[Engine]:
     """An engine that is started, and afterwards found to have given everything back."""
     runner = runner or ScriptedRunner()
+    more = {key: options.pop(key) for key in ("observer", "clock", "make_alarm") if key in options}
     engine_fields = {field.name for field in fields(EngineOptions)}
     engine_options = EngineOptions(**{key: options.pop(key) for key in list(options) if key in engine_fields})
-    observer = options.pop("observer", None)
     scheduler_options = SchedulerOptions(
         **{"max_num_seqs": runner.info.max_num_seqs, "block_size": runner.info.block_size, "check_invariants_every": 1}
         | options
     )
     num_tasks = len(asyncio.all_tasks())
-    engine = Engine(runner, ByteTokenizer(), scheduler_options, engine_options, observer=observer)
+    engine = Engine(runner, tokenizer or ByteTokenizer(), scheduler_options, engine_options, **more)
     await engine.start()
     try:
         yield engine
