@@ -115,5 +115,5 @@ def _cell(cell: Cell) -> str:
     if cell is None:
         return ""
     if isinstance(cell, float):
-        return f"{cell:,.1f}" if abs(cell) >= 1000 else f"{cell:g}"
+        return f"{cell:,.1f}" if abs(cell) >= 1000 else f"{cell + 0.0:g}"  # no -0
     return f"{cell:,}" if isinstance(cell, int) else cell

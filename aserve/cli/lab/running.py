@@ -400,7 +400,11 @@ def _with_device(timeline: Timeline, history: Iterable[VirtualStep]) -> Timeline
         lane = "device" if step.stream == MAIN_STREAM else f"device, stream {step.stream}"
         by_device.setdefault(lane, []).append(
             Slice(
-                name=f"decode {step.shape.num_rows}, prefill {step.shape.num_prefill_tokens}",
+                name=" + ".join(
+                    f"{what} {number}"
+                    for what, number in (("decode", step.shape.num_rows), ("prefill", step.shape.num_prefill_tokens))
+                    if number
+                ),
                 start_s=step.started_s,
                 end_s=step.ended_s,
                 args={"step": step.step, "rows": step.shape.num_rows, "prompt_tokens": step.shape.num_prefill_tokens},
