@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=320)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--num-blocks", type=int, default=2048, help="few, so that blocks are evicted")
+    parser.add_argument("--num-blocks", type=int, default=1024, help="few: evicts blocks, preempts sequences")
     parser.add_argument("--prompt-max", type=int, default=1500)
     parser.add_argument("--output-max", type=int, default=64)
     parser.add_argument("--policy", choices=list(POLICIES), default="overlap")
