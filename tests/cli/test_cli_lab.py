@@ -176,7 +176,7 @@ def test_what_was_found_is_written(tmp_path: Path) -> None:
 def test_a_plan_says_whether_the_model_keeps_up(rate: float, keeps_up: bool) -> None:
     """8B with 512 tokens in and 32 out does some 60 requests a second."""
     found = plan(
-        h200("8b"), rate, SchedulerOptions(policy="late"), num_prompt_tokens=512, num_output_tokens=32, num_requests=80
+        h200("8b"), rate, SchedulerOptions(policy="late"), num_prompt_tokens=512, num_output_tokens=32, num_requests=120
     )
 
     assert found.keeps_up == keeps_up
