@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import openresponses_types.types as published
+from fake_engine import FakeCall
 from pydantic import BaseModel
 from server_builders import MODEL, Served
 
@@ -162,3 +163,12 @@ def client_frame(payload: bytes, *, opcode: int = 1, is_last: bool = True, mask:
     if mask is None:
         return head + payload
     return head + mask + bytes(byte ^ mask[i % 4] for i, byte in enumerate(payload))
+
+
+async def running(served: Served, ws: Socket, **fields: Any) -> FakeCall:
+    """The call of a response that has been sent and begun; its opening events are taken."""
+    index = len(served.engine.calls)
+    await ws.send(create(**fields))
+    call = await served.engine.call(index)
+    await ws.until("in_progress")
+    return call
