@@ -79,8 +79,8 @@ class _Life:
 class Trace:
     """``ports.Observer`` that keeps the last ``num_steps`` steps and as many sequences, and passes all on to ``then``.
 
-    Belongs to the loop. A step costs it 0.65 us and 0.7 KB, a sequence 2 us, a token nothing. Kept are tuples of numbers
-    and words: the garbage collector stops looking at those, where as many objects would lengthen each of its passes.
+    Belongs to the loop. A step costs it 0.65 us and 0.7 KB, a sequence 2 us, a token nothing. What is kept are tuples
+    of numbers and words: the garbage collector stops looking at those; as many objects would lengthen its passes.
     """
 
     def __init__(
