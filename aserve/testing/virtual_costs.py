@@ -1,7 +1,8 @@
 """What a step and the host work around it cost: the virtual device's model, and how it is learnt from real steps.
 
 A log of real steps is JSON: ``{"origin", "shapes": {name: {"kv_bytes_per_token", "weight_bytes", "steps": [...]}}}``,
-each step with the fields of ``StepShape`` and ``device_ms``; ``tests/gpu/record_steps.py`` writes one.
+each step with the fields of ``StepShape``, ``device_ms``, and where they are known ``device_ms_p90`` and ``launch_ms``;
+``tests/gpu/record_steps.py`` writes one.
 """
 
 import json
@@ -172,9 +173,16 @@ def _least_squares_nonnegative(matrix: NDArray[np.float64]) -> NDArray[np.float6
     return found
 
 
+_NORMAL_P90: Final = 1.2816
+"""The normal distribution's 0.9 quantile."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSteps:
-    """One model's part of a log: what its steps were and how long each took, device_s and launch_s in seconds."""
+    """One model's part of a log: what its steps were and how long each took, device_s and launch_s in seconds.
+
+    spreads: of the steps that were repeated often, the logarithm of their p90 by their median.
+    """
 
     name: str
     origin: str
@@ -183,9 +191,14 @@ class ModelSteps:
     shapes: tuple[StepShape, ...]
     device_s: tuple[float, ...]
     launch_s: tuple[float, ...]
+    spreads: tuple[float, ...]
 
     def costs(self) -> StepCosts:
-        return fit_step_costs(self.shapes, self.device_s, kv_bytes_per_token=self.kv_bytes_per_token)
+        """The fit. noise: by the spreads where there are any, since what the fit misses is the same at every step."""
+        fitted = fit_step_costs(self.shapes, self.device_s, kv_bytes_per_token=self.kv_bytes_per_token)
+        if not self.spreads:
+            return fitted
+        return replace(fitted, noise=float(np.median(self.spreads)) / _NORMAL_P90)
 
 
 def read_step_log(path: Path = STEP_LOG) -> dict[str, ModelSteps]:
@@ -201,6 +214,11 @@ def read_step_log(path: Path = STEP_LOG) -> dict[str, ModelSteps]:
             shapes=tuple(StepShape(**{key: step[key] for key in names}) for step in model["steps"]),
             device_s=tuple(step["device_ms"] / 1e3 for step in model["steps"]),
             launch_s=tuple(step["launch_ms"] / 1e3 for step in model["steps"] if "launch_ms" in step),
+            spreads=tuple(
+                math.log(step["device_ms_p90"] / step["device_ms"])
+                for step in model["steps"]
+                if "device_ms_p90" in step
+            ),
         )
         for name, model in log["shapes"].items()
     }

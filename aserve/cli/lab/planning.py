@@ -44,7 +44,8 @@ class Plan:
         yield ""
         last_s = max(record.arrived_s for record in run.requests) - run.began_s
         yield f"came              {len(run.requests) / last_s:10.1f} requests/s, by chance of the arrivals"
-        yield f"answered          {run.requests_per_s:10.1f} requests/s to the last token, {run.tokens_per_s:,.0f} tokens/s"
+        yield f"answered          {run.requests_per_s:10.1f} requests/s to the last token"
+        yield f"                  {run.tokens_per_s:10,.0f} tokens/s"
         yield f"TTFT              {run.ttft_ms_at(0.5):10.1f} ms p50, {run.ttft_ms_at(0.99):.1f} p99"
         yield f"between tokens    {run.gap_ms_at(0.5):10.2f} ms p50, {run.gap_ms_at(0.99):.2f} p99"
         yield f"device idle       {run.idle:10.1%}"
