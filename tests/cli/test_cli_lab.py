@@ -1,6 +1,8 @@
 """The laboratory: what its experiments must show, what it writes, and its command line."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,6 +215,17 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], arguments: li
     """One sentence, exit code 2, and nothing is run."""
     assert main(["bench", "lab", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_its_parser_is_light() -> None:
+    """--help loads neither the engine nor numpy."""
+    program = (
+        "import sys; from aserve.cli.parsers import make_parser; make_parser('bench lab')\n"
+        "print(sorted({'torch', 'numpy', 'asyncio', 'aserve.engine'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 def test_help_of_the_lab(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,12 @@ class _Point:
     def gap_ms(self) -> float:
         return float(np.mean([run.gap_ms_at(0.5) for run in self.runs]))
 
+    @property
+    def prediction_error_percent(self) -> float | None:
+        """Mean over the runs of the steps' median, where the policy predicts."""
+        errors = [100 * run.prediction_error for run in self.runs if run.prediction_error is not None]
+        return round(float(np.mean(errors)), 1) if errors else None
+
 
 def capacity(lab: Lab, machine: Machine) -> float:
     """Requests a second of a backlog, with overlap: 100 % load."""
@@ -91,11 +97,15 @@ def low_load(lab: Lab) -> Experiment:
         tables=(
             Table(
                 title="",
-                columns=("model", "load", "policy", "TTFT ms", "of plain's", "gap ms p50", "device idle %"),
+                columns=(
+                    "model", "load", "policy", "TTFT ms", "of plain's", "gap ms p50", "device idle %",
+                    "prediction error %",
+                ),
                 rows=tuple(
                     (
                         point.machine.name, f"{point.load:.0%}", point.policy, round(point.mean("ttft_ms"), 2),
                         str(point.ratio), round(point.gap_ms, 2), round(100 * point.mean("idle"), 1),
+                        point.prediction_error_percent,
                     )
                     for point in points
                 ),

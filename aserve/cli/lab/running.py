@@ -174,10 +174,6 @@ class Run:
         ]
         return statistics.median(errors) if errors else None
 
-    @property
-    def num_wasted_rows(self) -> int:
-        return sum(landing.num_wasted_rows for landing in self.landings)
-
 
 def quantile_ms(seconds: Sequence[float], share: float) -> float:
     return float(np.quantile(np.array(seconds), share)) * 1e3 if len(seconds) else float("nan")
