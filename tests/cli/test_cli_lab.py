@@ -218,10 +218,10 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], arguments: li
 
 
 def test_its_parser_is_light() -> None:
-    """--help loads neither the engine nor numpy."""
+    """--help loads neither the laboratory nor what it stands on."""
     program = (
         "import sys; from aserve.cli.parsers import make_parser; make_parser('bench lab')\n"
-        "print(sorted({'torch', 'numpy', 'asyncio', 'aserve.engine'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'asyncio', 'aserve.testing'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
 
