@@ -28,7 +28,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """No launch before ``when_s``, unless a step lands: ask again by ``events.LaunchPossible`` then."""
+    """Tell by ``events.AlarmRang`` when ``when_s`` has come, and ask again by ``LaunchPossible``. The newest counts; no
+    step is due before it, unless one lands."""
 
     when_s: float
 

@@ -5,7 +5,7 @@ restricted forgetting (Kulhavy, Restricted exponential forgetting in real-time i
 what steps have shown lately replaces what they showed before, and what they do not show is kept. It says what a new
 shape takes, and by its own variance whether it can say so at all. Then, for each neighbourhood of shapes, the median of
 what the last few steps there took beside the line: the device's stairs (graphs by size, tiles) and any change of pace,
-after three steps of the new one. Outliers are cut to a few spreads before the line sees them (Huber, Robust Estimation
+after a few steps of the new one. Outliers are cut to a few spreads before the line sees them (Huber, Robust Estimation
 of a Location Parameter, 1964), and do not move a median.
 """
 
@@ -30,14 +30,16 @@ CUT: Final = 3.0
 """Spreads beyond which an error is cut."""
 SPREAD_GAIN: Final = 1 / 16
 SPREAD_MIN: Final = 0.01
-LOCAL_STEPS: Final = 5
+LOCAL_STEPS: Final = 7
 """Steps of a neighbourhood whose median counts. Two that agree with the line are assumed until there are so many."""
 WINDOW: Final = 256
 """Errors that the report looks back on."""
 
+KNOWN_STEPS: Final = 3
+"""Steps of a neighbourhood that outweigh those two."""
 STREAK: Final = 3
-"""Cut errors in a row, all on one side, in a neighbourhood that was known: the device is another one, and everything is
-learnt anew, in ``FIRST_STEPS`` steps."""
+"""Cut errors in a row, all on one side, after which the device is another one, and everything is learnt anew, in
+``FIRST_STEPS`` steps. In a row among all steps, or among those of a neighbourhood that was known."""
 
 # (1, decode rows, prompt tokens, KV tokens read, pairs of prompt token and KV token). By how much each has to grow for
 # a step that may, as far as is known beforehand, take twice as long.
@@ -110,7 +112,7 @@ class RecentValues:
 
 @dataclass(slots=True, eq=False)
 class _Neighbours:
-    """Its newest steps, and how many of the last errors were cut, all on one side: below 0 if they took less."""
+    """Its newest steps, and its ``STREAK`` so far."""
 
     steps: deque[tuple[_Features, float]] = field(default_factory=lambda: deque(maxlen=LOCAL_STEPS))
     streak: int = 0
@@ -129,6 +131,7 @@ class StepTimePredictor:
         self._covariance: list[list[float]] = []  # of the weights, in units of NOISE
         self._neighbours: dict[tuple[int, int], _Neighbours] = {}
         self._spread = UNSURE
+        self._streak = 0
 
     def predict(self, shape: StepShape) -> float | None:
         """Seconds on the device, or None for a shape too far from all that was seen."""
@@ -150,7 +153,7 @@ class StepTimePredictor:
         if predicted_s is not None:
             error = seconds / predicted_s - 1.0
             self._errors.add(abs(error) / (1.0 + error))
-            if neighbours is not None and self._is_new_pace(neighbours, error):
+            if self._is_new_pace(neighbours, error):
                 self._forget_all()
                 neighbours = predicted_s = None
         features = _features(shape)
@@ -167,12 +170,12 @@ class StepTimePredictor:
         """A quantile of |predicted - actual| / actual over the last ``WINDOW`` steps that were predicted."""
         return self._errors.quantile(share)
 
-    def _is_new_pace(self, neighbours: _Neighbours, error: float) -> bool:
-        if abs(error) <= CUT * self._spread or len(neighbours.steps) < LOCAL_STEPS:
-            neighbours.streak = 0
-        else:
-            neighbours.streak = max(neighbours.streak, 0) + 1 if error > 0.0 else min(neighbours.streak, 0) - 1
-        return abs(neighbours.streak) == STREAK
+    def _is_new_pace(self, neighbours: _Neighbours | None, error: float) -> bool:
+        side = 0 if abs(error) <= CUT * self._spread else 1 if error > 0.0 else -1
+        self._streak = _longer(self._streak, side)
+        if neighbours is not None:
+            neighbours.streak = _longer(neighbours.streak, side) if len(neighbours.steps) >= KNOWN_STEPS else 0
+        return STREAK in (abs(self._streak), abs(neighbours.streak) if neighbours is not None else 0)
 
     def _draw_line(self, features: _Features, seconds: float, predicted_s: float | None) -> None:
         # In shares of the step, so that a long one counts as much as a short one.
@@ -186,6 +189,8 @@ class StepTimePredictor:
             self._spread = max(self._spread + SPREAD_GAIN * (whole_error - self._spread), SPREAD_MIN)
         gains = [_dot(row, shares) for row in self._covariance]
         variance = _dot(shares, gains)
+        if variance <= 0.0:  # by rounding: this direction is known to the last digit
+            return
         step = error / (1.0 + variance)
         self._weights = [weight + gain * step for weight, gain in zip(self._weights, gains, strict=True)]
         # Along this step's direction the variance becomes variance / (KEPT * (1 + variance)), and no other changes.
@@ -202,8 +207,13 @@ class StepTimePredictor:
             line_s = _dot(self._weights, features)
             ratios.append(seconds / line_s if line_s > 0.0 else 1.0)
         ratios.sort()
-        middle = len(ratios) // 2
-        return ratios[middle] if len(ratios) % 2 else (ratios[middle - 1] + ratios[middle]) / 2
+        lower, upper = ratios[(len(ratios) - 1) // 2], ratios[len(ratios) // 2]
+        return min(max(1.0, lower), upper)  # of an even number, what is nearest to the line
+
+
+def _longer(streak: int, side: int) -> int:
+    """A streak of errors after one more. Below 0 on the side of steps that took less than predicted; 0 is no error."""
+    return streak + side if streak * side > 0 else side
 
 
 def _features(shape: StepShape) -> _Features:

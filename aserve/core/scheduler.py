@@ -152,7 +152,9 @@ class Scheduler(State):
             actions.append(WakeAt(wake_s))
 
     def _on_step_launched(self, event: events.StepLaunched, now: float, actions: list[Action]) -> None:
-        self.policies[self.inflight.get(event.step).plan.stream].launched(event.step, now)
+        wake_s = self.policies[self.inflight.get(event.step).plan.stream].launched(event.step, now)
+        if wake_s is not None:
+            actions.append(WakeAt(wake_s))
 
     def _on_alarm_rang(self, event: events.AlarmRang, now: float, actions: list[Action]) -> None:
         for policy in self.policies.values():

@@ -70,7 +70,6 @@ class LaunchLoop:
         self._wake = asyncio.Event()
         self._alarm: AlarmClock | None = None
         self._alarm_s = -math.inf  # when it rings; in the past where it has rung or was never set
-        self._has_rung = False
         self._idle_since_s: float | None = None  # the device, beside work
         self.bubble_s = 0.0
 
@@ -82,10 +81,6 @@ class LaunchLoop:
         """Launch whenever woken, for ever. Landings launch by themselves, without the detour over this coroutine."""
         while True:
             await self._wake.wait()
-            if self._has_rung:
-                self._has_rung = False
-                self._scheduler.handle(events.AlarmRang(self._alarm_s), self._clock())
-                self._alarm_s = -math.inf
             await self._permits.wait()
             self._wake.clear()
             self.launch_due()
@@ -141,7 +136,9 @@ class LaunchLoop:
         if not len(self._lander) and self._idle_since_s is not None:
             bubble_s = launched_s - self._idle_since_s
             self.bubble_s += bubble_s
-        self._scheduler.handle(events.StepLaunched(plan.step), launched_s)
+        for action in self._scheduler.handle(events.StepLaunched(plan.step), launched_s):
+            assert isinstance(action, WakeAt)
+            self._wake_at(action.when_s, launched_s)
         self._lander.push(flight, launch, launched_s)
         predicted_end_s = None
         if launch.lead_s is not None and launch.predicted_s is not None:
@@ -170,9 +167,10 @@ class LaunchLoop:
         if self._alarm is None:
             self._alarm = self._make_alarm(asyncio.get_running_loop(), self._on_ring)
         self._alarm_s = when_s
-        self._has_rung = False
         self._alarm.set(max(when_s - now, 0.0))
 
     def _on_ring(self) -> None:
-        self._has_rung = True
+        # Here and not in the coroutine, which may be waiting for a permit: how late the loop is, is measured.
+        self._scheduler.handle(events.AlarmRang(self._alarm_s), self._clock())
+        self._alarm_s = -math.inf
         self._wake.set()
