@@ -173,8 +173,8 @@ class StepLanding:
 
 
 RequestPhase = Literal["queued", "prefill", "decode", "parked", "ended"]
-"""Where a sequence is: waiting for its first step or for another one after a preemption; computing its prompt, or prompt
-and output again; decoding; off the device while its reader lags; over."""
+"""Where a sequence is: waiting for its first step, or for another one after a preemption; computing its prompt, or
+prompt and output again; decoding; off the device while its reader lags; over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
