@@ -130,7 +130,11 @@ class Race:
 
     def verify(self) -> None:
         """The recount; every token is the one that its sequence yields alone; who is over is told so, and why."""
-        check(self.world.scheduler)
+        scheduler = self.world.scheduler
+        check(scheduler)
+        for step in scheduler.inflight:
+            forgotten = [sequence.id for sequence in step.sequences() if sequence.id not in scheduler.sequences]
+            assert forgotten == [], f"step {step.plan.step} lists {forgotten}, which are forgotten"
         for name, ident in self.names.items():
             told, reason = self.world.told[ident], self.reasons.get(name)
             assert told.output == told.expected[: len(told.output)], f"{name} got {told.output}, not {told.expected}"
@@ -150,6 +154,8 @@ class Race:
         assert scheduler.is_idle
         assert scheduler.marked == []
         assert (world.runner.num_launched, world.runner.num_executed) == (0, 0)
+        num_leaves = sum(len(plan.leaves) for plan in world.plans.values()) + len(scheduler.leaves)
+        assert num_leaves == scheduler.slots.epoch.sum(), "the device was not told of each slot that was left"
         world.flush()
         assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
         assert scheduler.slots.num_free == scheduler.slots.max_num_seqs
