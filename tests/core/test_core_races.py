@@ -50,6 +50,7 @@ def test_the_grid_is_whole():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # for those who play all
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("max_inflight", [1, 2, 3, 4])
 def test_every_order_of_up_to_four_events(max_inflight, setting):
