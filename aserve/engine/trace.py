@@ -187,7 +187,7 @@ class Cut:
         launches = [row for row in self.launches if row[_LAUNCHED] >= start_s]
         landings = [row for row in self.landings if row[_COMMITTED] >= start_s]
         streams = {row[_LAUNCH_STREAM] for row in launches} | {row[_LANDING_STREAM] for row in landings} | {0}
-        loop = (_compositions(launches), _commitments(landings), _deliveries(self.deliveries))
+        loop = (_commitments(landings), _compositions(launches), _deliveries(self.deliveries))
         return Timeline(
             name=name,
             start_s=start_s,
