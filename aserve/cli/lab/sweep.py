@@ -80,7 +80,11 @@ def cost_sweep(lab: Lab) -> Experiment:
                 f"late is at least {AT_LEAST} of the better of plain and overlap everywhere, in throughput and latency",
                 not losses,
                 f"everywhere, {len(rows)} points" if not losses else f"not at {len(losses)} of {len(rows)} points",
-                reason="(throughput, latency as shares of the best) " + "; ".join(losses),
+                reason=(
+                    "nobody can foresee when such steps end, so that the next is composed too soon, which costs it "
+                    "requests, or too late, which leaves the device idle; as shares of the best other's throughput and "
+                    "latency: " + "; ".join(losses)
+                ),
             ),
         ),
         panels=tuple(
