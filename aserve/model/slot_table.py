@@ -2,7 +2,8 @@
 
 Arrays with a row a slot, so that a decode step gathers by slot and no Python object stands for a row. NumPy's, which
 for a few numbers takes a fraction of torch's time between two steps that empty the caches; tensors only where logits
-meet them. What only some requests need (counts for penalties, biases, masks, bad words) is allocated when the first comes.
+meet them. What only some requests need (counts for penalties, biases, masks, bad words) is allocated when the first of
+them comes.
 
 Shape suffixes: S slots, R rows that sample, B block-table entries, E stop ids, V vocabulary, A logit biases,
 W bad words, P tokens before a bad word's last, J joins, N edits.
