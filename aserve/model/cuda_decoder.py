@@ -9,6 +9,7 @@ D head_dim, C hidden size, I intermediate size, J = 2 I, N columns of the QKV pr
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +47,60 @@ class ForwardTensors:
     plans: Mapping[int, AttentionPlan]
     has_chunks: bool
     side: torch.cuda.Stream | None = None
+
+
+class HeadShape(Protocol):
+    """What attention's plans have to know of a model."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+class StepDecoder(Protocol):
+    """What steps want of a model; ``CudaDecoder`` is one, and says what each means. memory: what ``allocate`` gave."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def shape(self) -> HeadShape: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def reference(self) -> bool: ...
+
+    @property
+    def kv_shape(self) -> KVShape: ...
+
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def prepare(self, num_positions: int) -> None: ...
+
+    def allocate(self, num_tokens: int) -> Any: ...
+
+    def forward(
+        self,
+        step: ForwardTensors,
+        kv_layers: tuple[Tensor, ...],
+        memory: Any,
+        *,
+        logits_SV: Tensor,
+        each_kind_once: bool = False,
+    ) -> None: ...
+
+    def logits_of(self, rows_R: Tensor, memory: Any, *, logits_RV: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from aserve.device.graphs import CudaDevice
 from aserve.engine.ports import RunnerInfo
 from aserve.errors import ModelError
 from aserve.model.config import ModelConfig
-from aserve.model.cuda_decoder import CudaDecoder
+from aserve.model.cuda_decoder import CudaDecoder, StepDecoder
 from aserve.model.cuda_runner import CudaRunner
 from aserve.model.cuda_steps import CudaSteps, StepLimits
 from aserve.model.cuda_streams import CudaStreams, join_lanes, make_lanes
@@ -64,8 +64,8 @@ def _load(
     free_before = device.free_bytes()
     dtype = _dtype(options)
     with torch.inference_mode(), device.scope():
-        read = open_weights(folder, config, dtype=dtype, device=device.device, is_dummy=options.load_format == "dummy")
-        decoder = CudaDecoder(config, read, dtype=dtype, reference=options.reference)
+        decoder = _load_decoder(options, folder, config, device, dtype)
+        config = decoder.config
         trained_len = config.max_position_embeddings or _UNKNOWN_MODEL_LEN
         limits = StepLimits(
             max_num_seqs=scheduler.max_num_seqs,
@@ -83,7 +83,15 @@ def _load(
             lane.use(trial)
         _compile(lanes)
         clock.lap("kernels")
-        graph_bytes = sum(_warm_up(lane, each) for lane, each in zip(lanes, devices, strict=True))
+        try:
+            graph_bytes = sum(_warm_up(lane, each) for lane, each in zip(lanes, devices, strict=True))
+        except RuntimeError as error:
+            if config.decoder is not None or isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            raise ModelError(
+                f"This model needs transformers' own code ({config.fallback_reason}), which cannot be captured in a "
+                f"CUDA graph ({str(error).partition(chr(10))[0]}): set model.device to cpu."
+            ) from error
         clock.lap("warm-up")
         for lane in lanes:
             lane.use(None)
@@ -134,10 +142,10 @@ def _load(
 
 
 def _check(options: ModelOptions, scheduler: SchedulerOptions, config: ModelConfig) -> None:
-    if config.decoder is None:
+    if config.decoder is None and options.reference:
         raise ModelError(
-            f"This model needs transformers' own code ({config.fallback_reason}), which does not run on a GPU here "
-            "yet: set model.device to cpu."
+            f"This model needs transformers' own code ({config.fallback_reason}), which has no reference mode on a "
+            "GPU: set model.device to cpu."
         )
     if options.reference and options.dtype not in ("auto", "float32"):
         raise ModelError("model.reference computes in float32: leave model.dtype at auto or float32.")
@@ -152,6 +160,20 @@ def _check(options: ModelOptions, scheduler: SchedulerOptions, config: ModelConf
         raise ModelError(f"scheduler.max_num_seqs is {scheduler.max_num_seqs}; a GPU runs at most {MAX_NUM_SEQS}.")
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ModelError("scheduler.max_num_batched_tokens must not be less than scheduler.max_num_seqs.")
+
+
+def _load_decoder(
+    options: ModelOptions, folder: Path, config: ModelConfig, device: CudaDevice, dtype: torch.dtype
+) -> StepDecoder:
+    is_dummy = options.load_format == "dummy"
+    if config.decoder is not None:
+        read = open_weights(folder, config, dtype=dtype, device=device.device, is_dummy=is_dummy)
+        return CudaDecoder(config, read, dtype=dtype, reference=options.reference)
+    from aserve.model.cuda_fallback import load_cuda_fallback  # transformers' modelling code, which takes seconds
+
+    decoder = load_cuda_fallback(folder, config, dtype=dtype, device=device.device, dummy=is_dummy)
+    decoder.try_out(device.num_multiprocessors)
+    return decoder
 
 
 def _dtype(options: ModelOptions) -> torch.dtype:

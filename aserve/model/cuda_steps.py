@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aserve.core.plan import BatchPlan
 from aserve.device.graphs import Replay, StepDevice, fitting, row_buckets, token_buckets
-from aserve.model.cuda_decoder import CudaDecoder, ForwardTensors
+from aserve.model.cuda_decoder import ForwardTensors, StepDecoder
 from aserve.model.kernels.attention_plan import ITEM_TOKENS, AttentionPlan
 from aserve.model.kernels.differences import apply_differences
 from aserve.model.kernels.sampler import sample
@@ -61,7 +61,7 @@ class CudaSteps:
     """
 
     def __init__(
-        self, decoder: CudaDecoder, device: StepDevice, limits: StepLimits, *, table: SlotTensors | None = None
+        self, decoder: StepDecoder, device: StepDevice, limits: StepLimits, *, table: SlotTensors | None = None
     ) -> None:
         """table: of other steps, to be shared; they may run at the same time where they touch other slots and blocks.
 

@@ -13,7 +13,7 @@ from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM, BatchPlan
 from aserve.device.event import WatcherName
 from aserve.device.graphs import StepDevice
 from aserve.engine.ports import RunnerInfo
-from aserve.model.cuda_decoder import CudaDecoder
+from aserve.model.cuda_decoder import StepDecoder
 from aserve.model.cuda_runner import CudaFlight, CudaRunner
 from aserve.model.cuda_steps import CudaSteps, StepLimits
 from aserve.model.kv_tensors import KVTensors
@@ -58,7 +58,7 @@ class CudaStreams:
             await runner.aclose()
 
 
-def make_lanes(decoder: CudaDecoder, devices: Sequence[StepDevice], limits: StepLimits) -> list[CudaSteps]:
+def make_lanes(decoder: StepDecoder, devices: Sequence[StepDevice], limits: StepLimits) -> list[CudaSteps]:
     """Steps on each device's stream: of all kinds on the only one, else of rows on the first, of chunks on the second.
 
     On devices that run side by side, over one slot table.

@@ -5,7 +5,8 @@ attends there; transformers then builds neither a mask nor a cache of its own. A
 with their positions beside them. Each model is tried at load against its own eager attention, so that one whose code
 departs from this (biases in the scores, state beside the cache, other masks) is refused rather than served wrong.
 
-Shape suffixes: T tokens of the step, A query heads, H kv heads, D head_dim, V vocabulary.
+Shape suffixes: T tokens of the step, R rows whose logits are wanted, A query heads, H kv heads, D head_dim,
+V vocabulary.
 """
 
 import inspect
@@ -13,7 +14,7 @@ import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -28,39 +29,82 @@ from aserve.model.kv_tensors import KVTensors
 
 _ATTENTION_NAME: Final = "aserve"
 _PLAIN_LAYERS: Final = {"full_attention", "sliding_attention"}
-_PROBE_TOKENS: Final = 6
+PROBE_TOKENS: Final = 6
+
+
+class PagedStep(Protocol):
+    """What the attention function finds in its context: the present step."""
+
+    def attend(
+        self,
+        layer: int,
+        q_TAD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Write K and V into the layer's cache, and return what the queries find there, [T, A, D], contiguous."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """What the attention function finds in its context: the present step."""
+    """A PagedStep of a ForwardBatch."""
 
     batch: ForwardBatch
     kv: KVTensors
     plain: PagedAttention
     plans: dict[float | None, StepAttention] = field(default_factory=dict)
 
-    def attention(self, softcap: float | None) -> StepAttention:
+    def attend(
+        self,
+        layer: int,
+        q_TAD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.kv.write(layer, self.batch.slot_mapping_T, torch.stack((k_THD, v_THD), 1).to(self.kv.shape.dtype))
         if softcap not in self.plans:
             kernel = self.plain if softcap is None else TiledAttention(softcap=softcap)
             self.plans[softcap] = kernel.plan(self.batch, self.kv)
-        return self.plans[softcap]
+        return self.plans[softcap](q_TAD.contiguous(), layer, scale=scale, window=window)
 
 
 @dataclass(slots=True, eq=False)
 class _Survey:
-    """A first look at a model: which layers call attention, and what they leave in a cache."""
+    """A first look at a model: which layers call attention, and what they leave in a cache.
+
+    shapes: kv heads and their size by layer. num_heads: the most query heads. windows: 0 for full attention.
+    """
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_heads: int = 0
+    windows: set[int] = field(default_factory=set)
 
 
-_context: ContextVar[_Step | _Survey] = ContextVar("aserve_forward")
+_context: ContextVar[PagedStep | _Survey] = ContextVar("aserve_forward")
 
 
 def load_fallback(
     folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, dummy: bool, reference: bool
 ) -> "FallbackModel":
     """Loads the folder through transformers and tries it. Raises ModelError, with the reason, if that fails."""
+    model = FallbackModel(load_module(folder, config, dtype=dtype, device=device, dummy=dummy), reference=reference)
+    model.try_out()
+    return model
+
+
+def load_module(
+    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, dummy: bool
+) -> "TransformersModule":
+    """The folder's model as transformers makes it, on ``device``, looked over. Raises ModelError, with the reason."""
     import transformers
 
     _register()
@@ -86,73 +130,76 @@ def load_fallback(
             f"{why} {config.fallback_reason}, and transformers does not load it: {_sentence(error)}"
         ) from error
     module = module.eval().requires_grad_(False).to(device)
-    model = FallbackModel(module, _completed(config, hf_config), dtype=dtype, reference=reference, why=why)
-    model.try_out()
-    return model
+    return TransformersModule(module, _completed(config, hf_config), dtype=dtype, why=why)
 
 
-class FallbackModel:
-    """A LanguageModel around transformers' module."""
+class TransformersModule:
+    """transformers' model, and what a look at it has told.
 
-    def __init__(self, module: Any, config: ModelConfig, *, dtype: torch.dtype, reference: bool, why: str) -> None:
+    kv_shape: in the order of a CPU's cache. num_heads: of queries. windows: of its layers, 0 for full attention.
+    """
+
+    def __init__(self, module: Any, config: ModelConfig, *, dtype: torch.dtype, why: str) -> None:
+        """why: how a refusal begins. Raises ModelError."""
         self.config = config
+        self.device: torch.device = module.device
         self._module = module
         self._why = why
-        self._attention: PagedAttention = TiledAttention() if reference else SdpaAttention()
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
-        self._kv_shape = self._survey(dtype)
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return self._kv_shape
+        survey = self._survey()
+        num_kv_heads, head_dim = survey.shapes[0]
+        self.kv_shape = KVShape(
+            num_layers=len(survey.shapes), num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+        )
+        self.num_heads = survey.num_heads
+        self.windows = tuple(sorted(survey.windows))
 
     @property
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._module.parameters())  # shared ones come once
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
-        token = _context.set(_Step(batch, kv, self._attention))
+    def logits(self, step: PagedStep, token_ids_T: Tensor, positions_T: Tensor, rows_R: Tensor | None = None) -> Tensor:
+        """Of some rows, or of all, in the module's own dtype. Under inference_mode."""
+        token = _context.set(step)
         try:
-            return self._logits(batch.token_ids_T, batch.positions_T, batch.logit_rows_R)
+            return self._logits(token_ids_T, positions_T, rows_R)
         finally:
             _context.reset(token)
 
-    def try_out(self) -> None:
-        """Raises ModelError unless a short prompt in two chunks gives the logits that its own eager attention gives."""
-        device = self._module.device
-        token_ids = torch.arange(_PROBE_TOKENS, device=device) % self.config.vocab_size
-        positions = torch.arange(_PROBE_TOKENS, device=device)
-        kv = KVTensors.allocate(self._kv_shape, num_blocks=_PROBE_TOKENS, block_size=1, device=device)
-        ours_RV = torch.cat(
-            [
-                self.forward(_probe(token_ids, positions, start, stop), kv)
-                for start, stop in ((0, 4), (4, _PROBE_TOKENS))
-            ]
-        )
+    def probe(self) -> tuple[Tensor, Tensor]:
+        """Token ids and positions for ``check``: int64, a few."""
+        positions = torch.arange(PROBE_TOKENS, device=self.device)
+        return positions % self.config.vocab_size, positions
+
+    def check(self, ours_TV: Tensor) -> None:
+        """Raises ModelError unless these logits of the probe are what the module's own eager attention gives."""
+        token_ids, positions = self.probe()
         own = self._module.config._attn_implementation
         try:
             self._module.set_attn_implementation("eager")
             with torch.inference_mode():
-                theirs_RV = self._logits(token_ids, positions, positions)
+                theirs_TV = self._logits(token_ids, positions, None).float()
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(f"{self._why} it cannot be tried: {_sentence(error)}") from error
         finally:
             self._module.set_attn_implementation(own)
-        distance = float((ours_RV - theirs_RV).square().mean().sqrt() / theirs_RV.std().clamp_min(1e-6))
-        if not distance < (1e-3 if self._kv_shape.dtype == torch.float32 else 0.1):
+        distance = float((ours_TV - theirs_TV).square().mean().sqrt() / theirs_TV.std().clamp_min(1e-6))
+        if not distance < (1e-3 if self.kv_shape.dtype == torch.float32 else 0.1):
             raise ModelError(
                 f"{self._why} paged attention does not give its own logits (off by {distance:.2g} of their spread)."
             )
 
-    def _survey(self, dtype: torch.dtype) -> KVShape:
+    def refuse(self, reason: str) -> ModelError:
+        return ModelError(f"{self._why} {reason}")
+
+    def _survey(self) -> _Survey:
         """Runs two tokens to learn what each layer caches. Raises ModelError unless that is one shape in all layers."""
         survey = _Survey()
         token = _context.set(survey)
         try:
             with torch.inference_mode():
-                probe = torch.arange(2, device=self._module.device)
-                self._logits(probe, probe, probe)
+                probe = torch.arange(2, device=self.device)
+                self._logits(probe, probe, None)
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
             raise ModelError(f"{self._why} it does not run: {_sentence(error)}") from error
         finally:
@@ -161,16 +208,43 @@ class FallbackModel:
             raise ModelError(f"{self._why} it has no attention to page.")
         if sorted(survey.shapes) != list(range(len(survey.shapes))) or len(set(survey.shapes.values())) > 1:
             raise ModelError(f"{self._why} its layers do not all cache the same shape.")
-        num_kv_heads, head_dim = survey.shapes[0]
-        return KVShape(num_layers=len(survey.shapes), num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+        return survey
 
-    def _logits(self, token_ids_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
-        selection = {"logits_to_keep": rows_R} if self._selects_logits else {}
+    def _logits(self, token_ids_T: Tensor, positions_T: Tensor, rows_R: Tensor | None) -> Tensor:
+        selection = {"logits_to_keep": rows_R} if self._selects_logits and rows_R is not None else {}
         output = self._module(
             input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, **selection
         )
-        logits_RV: Tensor = output.logits[0] if self._selects_logits else output.logits[0][rows_R]
-        return logits_RV.float()
+        logits_TV: Tensor = output.logits[0]
+        return logits_TV if selection or rows_R is None else logits_TV[rows_R]
+
+
+class FallbackModel:
+    """A LanguageModel around transformers' module."""
+
+    def __init__(self, module: TransformersModule, *, reference: bool) -> None:
+        self.config = module.config
+        self.kv_shape = module.kv_shape
+        self._module = module
+        self._attention: PagedAttention = TiledAttention() if reference else SdpaAttention()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._module.weight_bytes
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
+        step = _Step(batch, kv, self._attention)
+        return self._module.logits(step, batch.token_ids_T, batch.positions_T, batch.logit_rows_R).float()
+
+    def try_out(self) -> None:
+        """Raises ModelError unless a short prompt in two chunks gives the logits that its own eager attention gives."""
+        token_ids, positions = self._module.probe()
+        kv = KVTensors.allocate(self.kv_shape, num_blocks=PROBE_TOKENS, block_size=1, device=positions.device)
+        parts = ((0, 4), (4, PROBE_TOKENS))
+        self._module.check(
+            torch.cat([self.forward(_probe(token_ids, positions, start, stop), kv) for start, stop in parts])
+        )
 
 
 def _attention(
@@ -194,14 +268,15 @@ def _attention(
         if layer in step.shapes:
             raise ValueError("its attention layers are not numbered")
         step.shapes[layer] = (num_kv_heads, head_dim)
+        step.num_heads = max(step.num_heads, num_heads)
+        step.windows.add(sliding_window or 0)
         return query.new_zeros(1, num_tokens, num_heads, head_dim), None
-    kv_T2HD = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-    step.kv.write(layer, step.batch.slot_mapping_T, kv_T2HD.to(step.kv.shape.dtype))
-    out_TAD = step.attention(softcap)(
-        query[0].transpose(0, 1).contiguous(),
+    out_TAD = step.attend(
         layer,
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
         scale=head_dim**-0.5 if scaling is None else scaling,
         window=sliding_window,
+        softcap=softcap,
     )
     return out_TAD.unsqueeze(0), None
 

@@ -328,14 +328,20 @@ def _prompt_logprobs(step: _Step, logits_RV: Tensor) -> tuple[tuple[int, Logprob
 def load_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> Runner:
     """Load the model in ``folder`` on the device that the options name. Blocks for seconds: call it off the loop.
 
-    device = auto takes CUDA where torch finds a GPU that can run this model. Raises ModelError or ConfigError.
+    device = auto takes CUDA where torch finds a GPU; of the models that need transformers' own code the CPU takes those
+    that a GPU does not run, and standard error says why. Raises ModelError or ConfigError.
     """
-    if may_use_gpu(options) and (options.device == "cuda" or ModelConfig.from_folder(folder).decoder is not None):
+    if may_use_gpu(options):
         if not has_gpu():
             raise ModelError("model.device is cuda, but torch finds no CUDA device, or Triton is not installed.")
         from aserve.model.cuda_start import load_cuda_runner  # Triton, which only comes with CUDA builds of torch
 
-        return load_cuda_runner(options, scheduler, folder)
+        try:
+            return load_cuda_runner(options, scheduler, folder)
+        except ModelError as error:
+            if options.device == "cuda" or ModelConfig.from_folder(folder).decoder is not None:
+                raise
+            sys.stderr.write(f"aserve: the CPU takes this model: {error.message}\n")
     return load_cpu_runner(options, scheduler, folder)
 
 

@@ -15,7 +15,7 @@ from kernel_builders import check_frequencies, exact_distribution
 
 sys.path.append(str(Path(__file__).parent.parent / "model"))
 
-from families import NATIVE, hf_model, prompt, save
+from families import FALLBACK, NATIVE, hf_model, prompt, save
 
 from aserve.core.invariants import check
 from aserve.core.options import SchedulerOptions
@@ -241,6 +241,43 @@ async def test_captured_steps_answer_in_bfloat16(folder: Path) -> None:
     assert first == again
 
 
+@pytest.mark.parametrize("name", [name for name in FALLBACK if "dynamic" not in name])
+async def test_models_of_transformers_own_code(name: str, tmp_path: Path) -> None:
+    """Through the whole engine in float32, captured, all at once: the tokens of transformers' generate."""
+    model_type, overrides = FALLBACK[name]
+    model = hf_model(model_type, **{**overrides, "max_position_embeddings": 512})
+    folder = save(model, tmp_path / name)
+    prompts = [prompt(5 + 9 * seed, seed=seed) for seed in range(16)]
+    scheduler = SchedulerOptions(
+        max_num_seqs=16, max_num_batched_tokens=96, num_blocks=300, block_size=16, check_invariants_every=16
+    )
+    options = ModelOptions(dtype="float32", gpu_memory_utilization=0.3, device="cuda")
+    engine = Engine(await asyncio.to_thread(load_cuda_runner, options, scheduler, folder), ByteTokenizer(), scheduler)
+    await engine.start()
+
+    async def answer(index: int) -> list[int]:
+        request = GenerationRequest(
+            request_id=f"r{index}",
+            prompts=(np.array(prompts[index], np.int32),),
+            params=SamplingParams(temperature=0.0, max_tokens=16),
+            ignore_eos=True,
+        )
+        return [token async for delta in engine.submit_nowait(request) for token in delta.tokens]
+
+    ours = await asyncio.gather(*(answer(index) for index in range(len(prompts))))
+    await engine.aclose()
+    check(engine.scheduler)
+
+    model = model.to("cuda")
+    theirs = []
+    for tokens in prompts:
+        with torch.inference_mode():
+            for _ in range(16):
+                tokens = [*tokens, int(model(torch.tensor([tokens], device="cuda")).logits[0, -1].argmax())]
+        theirs.append(tokens[-16:])
+    assert ours == theirs
+
+
 def test_too_little_memory_says_what_to_lower(folder: Path) -> None:
     """A pool larger than the device."""
     scheduler = SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=64)
@@ -261,3 +298,13 @@ async def test_greedy_tokens_in_bfloat16_are_the_likeliest(folder: Path) -> None
     assert result.logprobs is not None
     assert result.logprobs.top_ids[:, 0].tolist() == result.tokens[:, 0].tolist()
     assert result.logprobs.ranks.tolist() == [1] * 8
+
+
+def test_what_cannot_be_captured_is_refused(tmp_path: Path) -> None:
+    """Rope that looks at the longest sequence of a batch, on the host; it says what to do."""
+    model_type, overrides = FALLBACK["llama-dynamic-rope"]
+    folder = save(hf_model(model_type, **overrides), tmp_path / "dynamic")
+    scheduler = SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=100)
+
+    with pytest.raises(ModelError, match=r"cannot be captured in a CUDA graph .*: set model\.device to cpu"):
+        load_cuda_runner(ModelOptions(gpu_memory_utilization=0.3), scheduler, folder)

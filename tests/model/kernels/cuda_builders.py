@@ -18,7 +18,8 @@ from aserve.core.request import SamplingParams
 from aserve.device.graphs import CudaDevice, StepDevice
 from aserve.engine.ports import RunnerInfo
 from aserve.model.config import ModelConfig
-from aserve.model.cuda_decoder import CudaDecoder
+from aserve.model.cuda_decoder import CudaDecoder, StepDecoder
+from aserve.model.cuda_fallback import load_cuda_fallback
 from aserve.model.cuda_runner import CudaFlight, CudaRunner
 from aserve.model.cuda_steps import StepLimits
 from aserve.model.cuda_streams import CudaStreams, join_lanes, make_lanes
@@ -114,8 +115,13 @@ def _make(
     config = ModelConfig.from_folder(folder)
     device = devices[0]
     with torch.inference_mode(), device.scope():
-        read = open_weights(folder, config, dtype=dtype, device=device.device)
-        decoder = CudaDecoder(config, read, dtype=dtype, reference=reference)
+        decoder: StepDecoder
+        if config.decoder is None:
+            decoder = load_cuda_fallback(folder, config, dtype=dtype, device=device.device, dummy=False)
+            decoder.try_out(device.num_multiprocessors)
+        else:
+            read = open_weights(folder, config, dtype=dtype, device=device.device)
+            decoder = CudaDecoder(config, read, dtype=dtype, reference=reference)
         limits = StepLimits(
             max_num_seqs=sizes.max_num_seqs,
             max_num_tokens=sizes.max_num_tokens,
@@ -142,7 +148,7 @@ def _make(
     info = RunnerInfo(
         model_name=folder.name,
         device=str(device.device),
-        vocab_size=config.vocab_size,
+        vocab_size=decoder.config.vocab_size,
         max_model_len=sizes.max_model_len,
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
