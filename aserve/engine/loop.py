@@ -164,6 +164,9 @@ class LaunchLoop:
     def _wake_at(self, when_s: float, now: float) -> None:
         if abs(when_s - self._alarm_s) < ALARM_GRAIN_S:
             return
+        if -math.inf < self._alarm_s < now:
+            # Overdue, and now it will not ring any more: it would have been late by at least so much.
+            self._scheduler.handle(events.AlarmRang(self._alarm_s), now)
         if self._alarm is None:
             self._alarm = self._make_alarm(asyncio.get_running_loop(), self._on_ring)
         self._alarm_s = when_s
