@@ -26,7 +26,7 @@ _OPENMP: Final = {
 
 Between the regions of one step they spin, for some tens of microseconds: a step has hundreds of them, and to be woken
 takes as long as many a region does. Steps of SmolLM2-135M through the engine on 2 cores, ms at 1 and 16 rows: 36 and 95
-without spinning, 23 and 71 with 3,000 turns, 23 and 64 with 30,000, 26 and 64 with 300,000.
+without spinning, 23 and 71 with 3,000 turns, 23 and 64 with 30,000, 26 and 64 with 300,000 (``tests/bench/spin.py``).
 """
 
 
