@@ -132,7 +132,7 @@ async def test_steps_that_complete_out_of_order_while_an_abort_is_handled(order:
         await until(lambda: stack.figures.num_streams == 2 and alphabet.num_inflight)
         alphabet.release()
         await until(lambda: alphabet.num_inflight == 3)
-        steps = [flight.step for flight, _, _ in alphabet._flying]
+        steps = [flying.flight.step for flying in alphabet._flying]
         leaving.reset()
         alphabet.release_step(steps[order[0]])
         await until(lambda: stack.ends.get("abort"))
