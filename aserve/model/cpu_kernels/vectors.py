@@ -178,6 +178,40 @@ def dot_rows(typingctx, weight_NK, weight, x, out, num_inputs, num_rows):
     return types.void(weight_NK, weight, x, out, num_inputs, num_rows), generate
 
 
+def _multiply_page(
+    builder: ir.IRBuilder, kind: Kind, factors: ir.Value, page: ir.Value, next_page: ir.Value, count: ir.Value,
+    out: ir.Value, *, num_heads: int, num_factors: int, width: int, adds: bool,
+) -> None:  # fmt: skip
+    """out[g, n] = or += sum over k < count of factors[g, k] * page[k, n].
+
+    factors: float32 [G, num_factors]; page: of ``kind``, [.., width]; out: float32 [G, width]. next_page is prefetched.
+    As many columns at a time as have their sums of all heads in registers.
+    """
+    code = _Code(builder)
+    lanes = gcd(width, LANES)
+    item, line = (_FLOAT, 16) if kind == "float32" else (_I16, 32)
+    per_pass = max(1, _SUMS_MAX // num_heads) * lanes
+    for start in range(0, width, per_pass):
+        places = range(start, min(start + per_pass, width), lanes)
+        sums = code.variables(num_heads * len(places), lanes)
+        with cgutils.for_range(builder, count, intp=_I64) as loop:
+            row = builder.mul(loop.index, _I64(width))
+            if start == 0:
+                for place in range(0, width, line):
+                    code.prefetch(next_page, builder.add(row, _I64(place)), item)
+            columns = [code.load(page, builder.add(row, _I64(place)), kind, lanes) for place in places]
+            for head in range(num_heads):
+                factor = code.load_spread(factors, builder.add(loop.index, _I64(head * num_factors)), lanes)
+                for part, column in enumerate(columns):
+                    code.add_product(sums[head * len(places) + part], factor, column)
+        for head in range(num_heads):
+            for part, place in enumerate(places):
+                at, total = _I64(head * width + place), builder.load(sums[head * len(places) + part])
+                if adds:
+                    total = builder.fadd(code.load(out, at, "float32", lanes), total)
+                code.store(total, out, at)
+
+
 @intrinsic(prefer_literal=True)
 def score_page(typingctx, memory, keys, next_keys, q, out, group, head_dim, block_size):
     """out[g, p] = sum over d of q[g, d] * keys[d, p]. keys: of memory's type, [D, P]; q, out: float32.
@@ -188,29 +222,13 @@ def score_page(typingctx, memory, keys, next_keys, q, out, group, head_dim, bloc
     if constants is None:
         return None
     num_heads, dim, num_tokens = constants
-    kind, lanes = _kind(memory), gcd(num_tokens, LANES)
-    item, line = (_FLOAT, 16) if kind == "float32" else (_I16, 32)
 
     def generate(context, builder, signature, values):
         _, keys, next_keys, q, out, *_ = values
-        code = _Code(builder)
-        per_pass = max(1, _SUMS_MAX // num_heads) * lanes
-        for start in range(0, num_tokens, per_pass):
-            places = range(start, min(start + per_pass, num_tokens), lanes)
-            sums = code.variables(num_heads * len(places), lanes)
-            with cgutils.for_range(builder, _I64(dim), intp=_I64) as loop:
-                row = builder.mul(loop.index, _I64(num_tokens))
-                if start == 0:
-                    for place in range(0, num_tokens, line):
-                        code.prefetch(next_keys, builder.add(row, _I64(place)), item)
-                k = [code.load(keys, builder.add(row, _I64(place)), kind, lanes) for place in places]
-                for head in range(num_heads):
-                    factor = code.load_spread(q, builder.add(loop.index, _I64(head * dim)), lanes)
-                    for part in range(len(places)):
-                        code.add_product(sums[head * len(places) + part], factor, k[part])
-            for head in range(num_heads):
-                for part, place in enumerate(places):
-                    code.store(builder.load(sums[head * len(places) + part]), out, _I64(head * num_tokens + place))
+        _multiply_page(
+            builder, _kind(memory), q, keys, next_keys, _I64(dim), out,
+            num_heads=num_heads, num_factors=dim, width=num_tokens, adds=False,
+        )  # fmt: skip
         return context.get_dummy_value()
 
     return types.void(memory, keys, next_keys, q, out, group, head_dim, block_size), generate
@@ -226,31 +244,13 @@ def add_page(typingctx, memory, values, next_values, weight, num_tokens, out, gr
     if constants is None:
         return None
     num_heads, dim, page_tokens = constants
-    kind, lanes = _kind(memory), gcd(dim, LANES)
-    item, line = (_FLOAT, 16) if kind == "float32" else (_I16, 32)
 
     def generate(context, builder, signature, arguments):
         _, values, next_values, weight, num_tokens, out, *_ = arguments
-        code = _Code(builder)
-        per_pass = max(1, _SUMS_MAX // num_heads) * lanes
-        for start in range(0, dim, per_pass):
-            places = range(start, min(start + per_pass, dim), lanes)
-            sums = code.variables(num_heads * len(places), lanes)
-            with cgutils.for_range(builder, num_tokens, intp=_I64) as loop:
-                row = builder.mul(loop.index, _I64(dim))
-                if start == 0:
-                    for place in range(0, dim, line):
-                        code.prefetch(next_values, builder.add(row, _I64(place)), item)
-                v = [code.load(values, builder.add(row, _I64(place)), kind, lanes) for place in places]
-                for head in range(num_heads):
-                    factor = code.load_spread(weight, builder.add(loop.index, _I64(head * page_tokens)), lanes)
-                    for part in range(len(places)):
-                        code.add_product(sums[head * len(places) + part], factor, v[part])
-            for head in range(num_heads):
-                for part, place in enumerate(places):
-                    at = _I64(head * dim + place)
-                    before = code.load(out, at, "float32", lanes)
-                    code.store(builder.fadd(before, builder.load(sums[head * len(places) + part])), out, at)
+        _multiply_page(
+            builder, _kind(memory), weight, values, next_values, num_tokens, out,
+            num_heads=num_heads, num_factors=page_tokens, width=dim, adds=True,
+        )  # fmt: skip
         return context.get_dummy_value()
 
     return types.void(memory, values, next_values, weight, num_tokens, out, group, head_dim, block_size), generate
