@@ -121,7 +121,7 @@ def test_any_grouping_of_heads(kernel: PagedAttention, num_heads: int, num_kv_he
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 40, 500])
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [3, 16])
 def test_sliding_windows(kernel: PagedAttention, window: int, block_size: int) -> None:
     """Windows within, across and beyond blocks, the whole context and a chunk's own start."""
     check(kernel, decode=(1, 5, 39, 90), chunks=((30, 30), (25, 60), (3, 41)), window=window, block_size=block_size)
