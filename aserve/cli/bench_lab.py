@@ -18,7 +18,7 @@ SHAPES: Final = ("8b", "1b")
 NUM_EXPERIMENTS: Final = 10
 SWEEP: Final = "sweep"
 OUT: Final = "lab-results"
-NUM_SEEDS: Final = 20
+NUM_SEEDS: Final = 16
 
 
 def add_arguments(parser: ArgumentParser) -> None:
