@@ -184,11 +184,12 @@ def test_an_overdue_step_is_not_asked_for_again_and_again():
 
 
 def test_landings_that_are_seen_late_leave_the_lead_alone():
-    """Each is seen up to 0.4 ms late: ends follow the lower edge of that, so no step waits for its successor."""
+    """They and alarms are late by up to 0.4 ms: ends follow the lower edge of what is seen, and next to nothing waits."""
     chance = random.Random(3)
-    drive = Drive(late_s=lambda: 0.0001, seen_late_s=lambda: 0.0004 * chance.random()).run(400)
+    late_s = [0.0004 * chance.random() for _ in range(1000)]
+    drive = Drive(late_s=iter(late_s).__next__, seen_late_s=iter(late_s[500:]).__next__).run(400)
 
-    assert max(drive.bubbles[50:]) < 1e-4
+    assert sum(drive.bubbles[50:]) < 0.0005 * 350 * drive.step_s
     assert max(drive.leads[50:]) < 0.0025
 
 
