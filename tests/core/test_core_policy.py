@@ -184,7 +184,7 @@ def test_an_overdue_step_is_not_asked_for_again_and_again():
 
 
 def test_landings_that_are_seen_late_leave_the_lead_alone():
-    """They and alarms are late by up to 0.4 ms: ends follow the lower edge of what is seen, and next to nothing waits."""
+    """They and alarms are late by up to 0.4 ms: ends follow the lower edge of what is seen, hardly anything waits."""
     chance = random.Random(3)
     late_s = [0.0004 * chance.random() for _ in range(1000)]
     drive = Drive(late_s=iter(late_s).__next__, seen_late_s=iter(late_s[500:]).__next__).run(400)
