@@ -138,7 +138,8 @@ async def _serve(
     log: Log,
     last_resort: "_LastResort",
 ) -> int:
-    metrics = Metrics(source.name, vllm_names=config.metrics.vllm_names, process=config.metrics.process)
+    model_names = config.model.served_model_name or (source.name,)
+    metrics = _make_metrics(config, model_names[0], runner.info)
     ranges = _open_ranges(log) if config.trace.nvtx else None
     if ranges is not None:
         runner = RangedRunner(runner, ranges)
@@ -168,7 +169,7 @@ async def _serve(
     server = Server(
         engine=engine,
         renderer=renderer,
-        model_names=config.model.served_model_name or (source.name,),
+        model_names=model_names,
         options=config.server,
         limits=config.limits,
         log=log.logger.bind(part="server"),
@@ -177,7 +178,7 @@ async def _serve(
         sampling_defaults=defaults,
         more_statistics=more_statistics,
     )
-    metrics.before_render(lambda: setattr(metrics.log_lines_dropped, "value", log.statistics().num_dropped))
+    metrics.before_render(lambda: _gather(metrics, server, log))
     async with AsyncExitStack() as stack:
         signals = _Signals()
         stack.push_async_callback(engine.aclose)
@@ -192,6 +193,34 @@ async def _serve(
         stack.callback(gc_watch.remove)
         _announce(host, port, source.name, runner.info.device)
         return await _until_stopped(engine, server, signals, log, last_resort)
+
+
+def _make_metrics(config: Config, model_name: str, info: RunnerInfo) -> Metrics:
+    return Metrics(
+        model_name,
+        max_model_len=info.max_model_len,
+        cache_config={
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "kv_cache_size_tokens": info.num_blocks * info.block_size,
+            "enable_prefix_caching": config.scheduler.enable_prefix_caching,
+            "gpu_memory_utilization": config.model.gpu_memory_utilization,
+        },
+        vllm_names=config.metrics.vllm_names,
+        process=config.metrics.process,
+    )
+
+
+def _gather(metrics: Metrics, server: Server, log: Log) -> None:
+    """Bring up to date what the log and the server count for themselves."""
+    metrics.log_lines_dropped.value = log.statistics().num_dropped
+    figures = server.statistics()
+    connections = figures["connections"]
+    metrics.open_connections.value = connections["open"]
+    metrics.open_websockets.value = figures["websockets"]
+    metrics.connections_refused.value = connections["refused"]
+    metrics.slow_headers.value = connections["slow_headers"]
+    metrics.write_stalls.value = connections["write_stalls"]
 
 
 def _make_trace(config: Config, source: ModelSource, info: RunnerInfo, metrics: Observer) -> Trace | None:

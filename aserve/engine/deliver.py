@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aserve.core.actions import DeliverPromptLogprobs, DeliverTokens, Finish, StartPrefill
 from aserve.core.ids import SequenceId
 from aserve.core.plan import Logprobs
@@ -20,7 +23,7 @@ from aserve.engine.stream import TokenStream
 from aserve.faults import hit
 from aserve.text.stops import StopMatcher
 
-Parcel = StartPrefill | DeliverTokens | DeliverPromptLogprobs | Finish
+Parcel = DeliverTokens | DeliverPromptLogprobs | Finish
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,6 +34,7 @@ class Choice:
     held, held_logprobs: tokens whose text has not been sent yet (half a character, a possible stop string): they travel
     with the delta that carries it, so that tokens and text of a delta belong together. is_plain: its deltas carry text
     and tokens only. is_queued: its first token went through the queue, so no later one may go past that.
+    started_s, num_cached: when its first step was composed, and what the prefix cache had of its prompt then.
     """
 
     sequence: SequenceId
@@ -44,6 +48,8 @@ class Choice:
     stop_ids: frozenset[int]
     is_plain: bool
     num_output: int = 0
+    num_cached: int = 0
+    started_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float = 0.0
     held: list[int] = field(default_factory=list)
@@ -51,6 +57,10 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     is_queued: bool = False
     has_ended: bool = False
+
+    @property
+    def prompt(self) -> NDArray[np.int32]:
+        return self.request.prompts[self.index // self.request.n]
 
 
 def _logprob(logprobs: Logprobs, row: int, token: int, k: int) -> TokenLogprob:
@@ -95,12 +105,16 @@ class Deliverer:
     def num_queued(self) -> int:
         return len(self._parcels)
 
-    def post(self, parcel: Parcel) -> None:
-        """Queue what the scheduler said. Bounded by the steps in flight and the sequences that run."""
+    def post(self, parcel: StartPrefill | Parcel) -> None:
+        """Queue what the scheduler said. Bounded by the steps in flight and the sequences that run.
+
+        A start is noted at once: nothing that a reader sees comes of it.
+        """
+        if isinstance(parcel, StartPrefill):
+            self._start(parcel)
+            return
         self._parcels.append(parcel)
         self._has_parcels.set()
-        if isinstance(parcel, StartPrefill):
-            self.note_move(parcel.sequence, "prefill", self._clock(), parcel.cached_tokens)
 
     def note_move(self, sequence: SequenceId, phase: RequestPhase, now: float, num_tokens: int = 0) -> None:
         """Tell the observer of a sequence that has not ended."""
@@ -120,8 +134,8 @@ class Deliverer:
     def take_first_tokens(self, parcel: DeliverTokens) -> DeliverTokens | None:
         """Deliver at once the rows that are their choice's first token, up to a slice; returns the other rows, if any.
 
-        A choice without a token has nothing queued before it but its start, so this overtakes nothing. The parcel is
-        the caller's no more.
+        A choice without a token has nothing queued before it, so this overtakes nothing. The parcel is the caller's no
+        more.
         """
         firsts = range(parcel.num_decoded, len(parcel.sequences))
         if not firsts:
@@ -195,30 +209,32 @@ class Deliverer:
             self._observer.inter_token(self._gap_s, self._num_gaps)
             self._num_gaps = 0
 
-    def deliver_now(self, parcel: StartPrefill | DeliverPromptLogprobs | Finish) -> None:
+    def deliver_now(self, parcel: DeliverPromptLogprobs | Finish) -> None:
         choice = self.choices.get(parcel.sequence)
         if choice is None:
             return  # ended before: by a stop string, or its reader left
-        if isinstance(parcel, StartPrefill):
-            self._start(choice, parcel)
-        elif isinstance(parcel, DeliverPromptLogprobs):
+        if isinstance(parcel, DeliverPromptLogprobs):
             self._add_prompt_logprobs(choice, parcel)
         else:
             is_eos = parcel.stop_token is None or parcel.stop_token in choice.eos_ids
             self.end(choice, parcel.reason, None if is_eos else parcel.stop_token, parcel.detail or None)
 
-    def _start(self, choice: Choice, parcel: StartPrefill) -> None:
-        if parcel.resumed:
+    def _start(self, parcel: StartPrefill) -> None:
+        now = self._clock()
+        self.note_move(parcel.sequence, "prefill", now, parcel.cached_tokens)
+        choice = self.choices.get(parcel.sequence)
+        if choice is None or parcel.resumed:
             return
+        choice.started_s, choice.num_cached = now, parcel.cached_tokens
         timings = choice.stream.timings
         if timings.started_s is None:
-            timings.started_s = self._clock()
-            self._observer.queue_time(timings.started_s - timings.submitted_s)
+            timings.started_s = now
         if choice.is_first:
             choice.stream.usage.cached_tokens += parcel.cached_tokens
+        self._observer.request_started(now - timings.submitted_s, len(choice.prompt), parcel.cached_tokens)
 
     def _add_prompt_logprobs(self, choice: Choice, parcel: DeliverPromptLogprobs) -> None:
-        prompt = choice.request.prompts[choice.index // choice.request.n]
+        prompt = choice.prompt
         if choice.prompt_logprobs is None:
             choice.prompt_logprobs = [None]
         k = choice.request.params.prompt_logprobs or 0

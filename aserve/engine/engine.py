@@ -24,6 +24,7 @@ from aserve.engine.permits import Permits
 from aserve.engine.ports import (
     NullObserver,
     Observer,
+    RequestEnd,
     RequestMove,
     RequestPhase,
     Runner,
@@ -52,6 +53,8 @@ class EngineStatistics:
 
     num_waiting: int
     num_queued_tokens: int
+    max_queue_requests: int
+    max_queue_tokens: int
     num_running: int
     num_parked: int
     num_inflight_steps: int
@@ -92,11 +95,12 @@ class Health:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One open request."""
+    """One open request. num_output: of each sequence that has ended, else 0."""
 
     request: GenerationRequest
     stream: TokenStream
     sequences: list[SequenceId]
+    num_output: list[int]
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -338,7 +342,7 @@ class Engine:
         eos_ids = frozenset() if request.ignore_eos else self._eos_ids
         stop_ids = eos_ids | frozenset(request.params.stop_token_ids)
         stream.usage.prompt_tokens = sum(len(prompt) for prompt in request.prompts)
-        call = _Call(request, stream, [spec.id for spec in specs])
+        call = _Call(request, stream, [spec.id for spec in specs], [0] * len(specs))
         limits = [limit for limit in (request.deadline_s, self.options.request_timeout_s) if limit]
         if limits:
             loop = asyncio.get_running_loop()
@@ -487,9 +491,25 @@ class Engine:
 
     def _on_choice_ended(self, choice: Choice, reason: FinishReason) -> None:
         self._num_finished[reason] += 1
-        now, request, stream = self._clock(), choice.request, choice.stream
-        first_token_s = None if choice.first_token_s is None else choice.first_token_s - stream.timings.submitted_s
-        self._observer.request_finished(reason, now - stream.timings.submitted_s, first_token_s, choice.num_output)
+        now, request = self._clock(), choice.request
+        call = self._calls[request.request_id]
+        call.num_output[choice.index] = choice.num_output
+        self._observer.request_finished(
+            RequestEnd(
+                reason=reason,
+                submitted_s=choice.stream.timings.submitted_s,
+                started_s=choice.started_s,
+                first_token_s=choice.first_token_s,
+                last_token_s=choice.last_token_s if choice.num_output else None,
+                ended_s=now,
+                num_prompt_tokens=len(choice.prompt),
+                num_cached_tokens=choice.num_cached,
+                num_output_tokens=choice.num_output,
+                max_tokens=request.params.max_tokens,
+                n=request.n,
+                num_output_tokens_max=self._longest_output(call, choice),
+            )
+        )
         self._observer.request_moved(
             RequestMove(
                 sequence=choice.sequence,
@@ -501,13 +521,20 @@ class Engine:
                 finish_reason=reason,
             )
         )
-        call = self._calls[request.request_id]
         if all(sequence not in self._deliverer.choices for sequence in call.sequences):
             if call.deadline is not None:
                 call.deadline.cancel()
             del self._calls[request.request_id]
             if not self._calls:
                 self._has_no_calls.set()
+
+    def _longest_output(self, call: _Call, choice: Choice) -> int | None:
+        """Of the choice's prompt; None while another of its choices runs."""
+        n = call.request.n
+        first = choice.index // n * n
+        if any(sequence in self._deliverer.choices for sequence in call.sequences[first : first + n]):
+            return None
+        return max(call.num_output[first : first + n])
 
     # --- looking
 
@@ -523,11 +550,13 @@ class Engine:
         return before
 
     def statistics(self) -> EngineStatistics:
-        scheduler = self.scheduler
+        scheduler, limits = self.scheduler, self._limits
         ledger, counters = scheduler.ledger, scheduler.counters
         return EngineStatistics(
             num_waiting=len(scheduler.waiting),
             num_queued_tokens=scheduler.waiting.num_tokens,
+            max_queue_requests=limits.max_queue_requests,
+            max_queue_tokens=limits.max_queue_tokens,
             num_running=len(scheduler.ready),
             num_parked=len(scheduler.parked),
             num_inflight_steps=len(scheduler.inflight),

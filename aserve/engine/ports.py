@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from aserve.core.actions import LaunchReason
 from aserve.core.ids import SequenceId, StepNumber
 from aserve.core.plan import BatchPlan
+from aserve.core.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +195,35 @@ class RequestMove:
     finish_reason: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnd:
+    """An accepted sequence ended. Times are the engine's clock, None for what it did not come to.
+
+    started_s: when its first step was composed; not again after a preemption. first_token_s, last_token_s: when they
+    were delivered. num_cached_tokens: of the prompt, found in the prefix cache at that first step. n: sequences of its
+    prompt. num_output_tokens_max: the longest output among these, told with the last of them to end.
+    """
+
+    reason: FinishReason
+    submitted_s: float
+    started_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    ended_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    n: int
+    num_output_tokens_max: int | None
+
+
 class Observer(Protocol):
     """Where the engine's timings go (``obs/metrics.py``), in seconds. Called on the hot path: must be cheap."""
 
-    def queue_time(self, seconds: float) -> None: ...
+    def request_started(self, wait_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """The first step of a sequence was composed, so long after its arrival."""
+        ...
 
     def first_token(self, seconds: float) -> None: ...
 
@@ -219,15 +245,13 @@ class Observer(Protocol):
 
     def request_rejected(self, reason: str) -> None: ...
 
-    def request_finished(
-        self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int
-    ) -> None: ...
+    def request_finished(self, end: RequestEnd) -> None: ...
 
 
 class NullObserver:
     """Observes nothing."""
 
-    def queue_time(self, seconds: float) -> None: ...
+    def request_started(self, wait_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None: ...
 
     def first_token(self, seconds: float) -> None: ...
 
@@ -243,6 +267,4 @@ class NullObserver:
 
     def request_rejected(self, reason: str) -> None: ...
 
-    def request_finished(
-        self, reason: str, seconds: float, first_token_s: float | None, num_output_tokens: int
-    ) -> None: ...
+    def request_finished(self, end: RequestEnd) -> None: ...

@@ -104,7 +104,7 @@ class Trace:
         self._lives: dict[SequenceId, _Life] = {}  # bounded by the sequences that admission lets in
         self._ended: deque[_Life] = deque(maxlen=num_steps)
         # What the trace does not show goes straight on.
-        self.queue_time = then.queue_time
+        self.request_started = then.request_started
         self.first_token = then.first_token
         self.inter_token = then.inter_token
         self.request_rejected = then.request_rejected

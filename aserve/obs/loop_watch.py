@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from aserve.obs.metrics import Histogram
+from aserve.obs.instruments import Histogram
 
 WINDOW: Final = 3000
 """Samples that the statistics look back on: a minute at 20 ms."""

@@ -1,23 +1,29 @@
-"""Metrics in Prometheus' text format: plain numbers on the hot path, turned into text when somebody scrapes.
+"""The server's metrics in Prometheus' text format, under names of its own and under vLLM's.
 
-Observing costs a bisection and two additions (0.16 us); prometheus-client's own histogram takes a lock and several
-calls. Labels come from closed sets only, so that no client can make the page grow. Written on the event loop's thread;
-rendering may run in another one: a histogram's counts are then of one moment, its sum perhaps one observation later.
+What is counted where is in the classes' hands: ``engine/observe.py`` observes, the engine and the server count for
+themselves, and ``render`` gathers both into the page that somebody scrapes.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from aserve import __version__
+from aserve.obs.instruments import (
+    BoundedCounter,
+    BoundedHistogram,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    Instrument,
+    LabelledCounter,
+)
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Of what ``Metrics.render`` returns."""
@@ -31,21 +37,26 @@ REJECT_REASONS: Final = (
 )  # fmt: skip
 """Codes of ``aserve.errors`` under which a request is turned away at the door."""
 
-OTHER: Final = "other"
+PROMPT_SOURCES: Final = ("local_cache_hit", "local_compute")
+"""Where the KV of a prompt's tokens came from, in vLLM's words."""
+
 MAX_HTTP_LABELS: Final = 512
 """Combinations of route, method and status; further ones count as "other". The route table gives far fewer."""
+MAX_HTTP_ROUTES: Final = 64
+"""The same for the routes whose durations are told apart."""
 
+# Bounds hold vLLM's as a subset, so that a query which names one finds it here too.
 TTFT_BUCKETS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-    80.0, 160.0, 640.0,
+    80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 TOKEN_BUCKETS: Final = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15,
-    0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+    0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 REQUEST_BUCKETS: Final = (
     0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
-    240.0, 480.0, 960.0, 1920.0,
+    240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 STEP_BUCKETS: Final = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5,
@@ -60,67 +71,33 @@ LEAD_BUCKETS: Final = (
 )  # fmt: skip
 ROW_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 RATIO_BUCKETS: Final = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0)
+STEP_TOKEN_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICE_BUCKETS: Final = (1, 2, 5, 10, 20, 50, 100)
+
+ENGINE: Final = "0"
+"""Label of vLLM's names, where data-parallel engines are told apart; here is one."""
+
+_Measure = TypeVar("_Measure", bound=Instrument)
 
 
-class Counter:
-    """A number that only grows."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: float = 0
-
-    def add(self, num: float = 1) -> None:
-        self.value += num
+def length_buckets(num_tokens_max: int) -> tuple[int, ...]:
+    """1, 2, 5, 10 and so on up to the bound, as vLLM has them for lengths in tokens."""
+    return tuple(
+        bound
+        for exponent in range(len(str(num_tokens_max)))
+        for mantissa in (1, 2, 5)
+        if (bound := mantissa * 10**exponent) <= num_tokens_max
+    )
 
 
-class LabelledCounter:
-    """One counter for each label of a closed set; a label outside of it counts as the last one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A metric of the page. vllm: names of the same thing there."""
 
-    __slots__ = ("_fallback", "values")
-
-    def __init__(self, labels: Sequence[str]) -> None:
-        self.values = dict.fromkeys(labels, 0)
-        self._fallback = labels[-1]
-
-    def add(self, label: str, num: int = 1) -> None:
-        self.values[label if label in self.values else self._fallback] += num
-
-
-class Gauge:
-    """A number as of now."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: float = 0
-
-
-class Histogram:
-    """Counts of observations by upper bound; the last count is of what exceeds every bound."""
-
-    __slots__ = ("_bounds_array", "bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-        self._bounds_array = np.asarray(bounds)
-
-    def observe(self, value: float, num: int = 1) -> None:
-        """Count ``value``, ``num`` times."""
-        self.counts[bisect_left(self.bounds, value)] += num
-        self.sum += value * num
-
-    def observe_many(self, values: NDArray[np.floating[Any]]) -> None:
-        """Count an array at once: cheaper than ``observe`` for each from about 50 values on."""
-        nums = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(self.counts))
-        self.counts = [count + num for count, num in zip(self.counts, nums.tolist(), strict=True)]
-        self.sum += float(values.sum())
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
+    instrument: Instrument
+    name: str
+    text: str
+    vllm: tuple[str, ...]
 
 
 class Metrics:
@@ -131,53 +108,234 @@ class Metrics:
     """
 
     SCRAPED: Final = (
-        "num_running", "num_waiting", "num_parked", "num_queued_tokens", "num_inflight_steps", "kv_cache_usage",
-        "num_steps", "num_wasted_rows", "num_eligible_rows", "num_left_out_rows", "num_preemptions", "prompt_tokens",
-        "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+        "num_running", "num_waiting", "num_parked", "num_streams", "num_queued_tokens", "max_queue_requests",
+        "max_queue_tokens", "num_inflight_steps", "kv_cache_usage", "num_blocks", "num_blocks_free",
+        "num_blocks_cached", "num_blocks_pending", "num_steps", "num_failed_steps", "num_wasted_rows",
+        "num_eligible_rows", "num_left_out_rows", "num_preemptions", "prompt_tokens", "generation_tokens",
+        "prefix_cache_queries", "prefix_cache_hits",
     )  # fmt: skip
     """Attributes that ``render`` copies from the statistics, where they are there. kv_cache_usage is 0 to 1;
     prefix_cache_* count tokens looked up and found."""
 
-    def __init__(self, model_name: str, *, vllm_names: bool = True, process: bool = True) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int = 131_072,
+        cache_config: Mapping[str, object] | None = None,
+        vllm_names: bool = True,
+        process: bool = True,
+    ) -> None:
+        """max_model_len: bounds the buckets of lengths. cache_config: what vLLM's ``cache_config_info`` tells."""
         self.model_name = model_name
-
-        self.num_running = Gauge()
-        self.num_waiting = Gauge()
-        self.num_parked = Gauge()
-        self.num_queued_tokens = Gauge()
-        self.num_inflight_steps = Gauge()
-        self.kv_cache_usage = Gauge()
-
-        self.prompt_tokens = Counter()
-        self.generation_tokens = Counter()
-        self.prefix_cache_queries = Counter()
-        self.prefix_cache_hits = Counter()
-        self.num_preemptions = Counter()
-        self.num_steps = Counter()
-        self.num_wasted_rows = Counter()
-        self.num_eligible_rows = Counter()
-        self.num_left_out_rows = Counter()
-        self.log_lines_dropped = Counter()
-        self.finished = LabelledCounter(FINISH_REASONS)
-        self.rejected = LabelledCounter(REJECT_REASONS)
-        self._http: dict[tuple[str, str, str], int] = {}
-
-        self.queue_time = Histogram(REQUEST_BUCKETS)
-        self.time_to_first_token = Histogram(TTFT_BUCKETS)
-        self.inter_token_latency = Histogram(TOKEN_BUCKETS)
-        self.time_per_output_token = Histogram(TOKEN_BUCKETS)
-        self.e2e_latency = Histogram(REQUEST_BUCKETS)
-        self.http_duration = Histogram(REQUEST_BUCKETS)
-        self.step_duration = Histogram(STEP_BUCKETS)
-        self.step_rows = Histogram(ROW_BUCKETS)
-        self.step_prediction_error = Histogram(RATIO_BUCKETS)
-        self.launch_duration = Histogram(LEAD_BUCKETS)
-        self.launch_lead = Histogram(LEAD_BUCKETS)
-        self.device_bubble = Histogram(LEAD_BUCKETS)
-        self.loop_lag = Histogram(LAG_BUCKETS)
-        self.gc_pause = Histogram(LAG_BUCKETS)
-
+        self._entries: list[_Entry] = []
         self._before_render: list[Callable[[], None]] = []
+        self._cache_config = Info(cache_config or {})
+
+        add = self._add
+        add(Info({"version": __version__, "model_name": model_name}), "build_info", "Version and model.")
+
+        # As of now
+        self.num_running = add(
+            Gauge(), "num_requests_running", "Sequences that own KV blocks and run.", "num_requests_running"
+        )
+        self.num_waiting = add(
+            Gauge(),
+            "num_requests_waiting",
+            "Sequences that were admitted and own no blocks yet.",
+            "num_requests_waiting",
+        )
+        self.num_parked = add(Gauge(), "num_requests_parked", "Sequences that sit out because their reader lags.")
+        self.num_streams = add(Gauge(), "open_requests", "Calls whose answer has not ended.")
+        self.num_queued_tokens = add(Gauge(), "queued_tokens", "Uncached prompt tokens of waiting sequences.")
+        self.max_queue_requests = add(Gauge(), "max_queue_requests", "So many sequences may wait.")
+        self.max_queue_tokens = add(Gauge(), "max_queue_tokens", "So many uncached prompt tokens may wait.")
+        self.num_inflight_steps = add(Gauge(), "steps_in_flight", "Steps launched and not landed.")
+        self.kv_cache_usage = add(
+            Gauge(),
+            "kv_cache_usage_ratio",
+            "Share of the KV pool in use, 0 to 1.",
+            "kv_cache_usage_perc",  # a share of 1 in spite of its name, there too
+            "gpu_cache_usage_perc",  # its older name
+        )
+        self.num_blocks = add(Gauge(), "kv_blocks", "KV blocks of the pool.")
+        self.num_blocks_free = add(Gauge(), "kv_blocks_free", "KV blocks that hold nothing.")
+        self.num_blocks_cached = add(
+            Gauge(),
+            "kv_blocks_cached",
+            "KV blocks that nobody uses and that the prefix cache keeps while there is room.",
+        )
+        self.num_blocks_pending = add(
+            Gauge(), "kv_blocks_pending", "KV blocks given back that a step in flight may still touch."
+        )
+        self.open_connections = add(Gauge(), "open_connections", "Connections of clients, websockets among them.")
+        self.open_websockets = add(Gauge(), "open_websockets", "Websockets of clients.")
+
+        # Since start
+        self.prompt_tokens = add(
+            Counter(), "prompt_tokens", "Prompt tokens of sequences that were started.", "prompt_tokens"
+        )
+        self.prompt_sources = add(
+            LabelledCounter("source", PROMPT_SOURCES),
+            "prompt_tokens_by_source",
+            "Prompt tokens of sequences that were started, by where their KV came from.",
+            "prompt_tokens_by_source",
+        )
+        self.generation_tokens = add(Counter(), "generation_tokens", "Tokens generated.", "generation_tokens")
+        self.prefix_cache_queries = add(
+            Counter(), "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"
+        )
+        self.prefix_cache_hits = add(
+            Counter(), "prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"
+        )
+        self.num_preemptions = add(
+            Counter(), "preemptions", "Sequences that gave up their blocks to run later.", "num_preemptions"
+        )
+        self.num_steps = add(Counter(), "steps", "Steps launched.")
+        self.num_failed_steps = add(Counter(), "failed_steps", "Steps that did not start or came back with a fault.")
+        self.num_wasted_rows = add(Counter(), "wasted_rows", "Rows computed for sequences that had already ended.")
+        self.num_eligible_rows = add(
+            Counter(), "eligible_rows", "Rows that steps could have had when the device began them."
+        )
+        self.num_left_out_rows = add(
+            Counter(), "left_out_rows", "Of the eligible rows, those that came too late for the step."
+        )
+        self.finished = add(
+            LabelledCounter("finish_reason", FINISH_REASONS), "requests_finished", "Sequences ended, by reason."
+        )
+        self.rejected = add(
+            LabelledCounter("reason", REJECT_REASONS), "requests_rejected", "Requests turned away, by reason."
+        )
+        self.http_responses = add(
+            BoundedCounter(("route", "method", "status"), MAX_HTTP_LABELS),
+            "http_responses",
+            "Answers, by route, method and status.",
+        )
+        self.connections_refused = add(
+            Counter(), "connections_refused", "Connections beyond the limit, sent away with a 503."
+        )
+        self.slow_headers = add(Counter(), "slow_headers", "Connections closed since a request's head took too long.")
+        self.write_stalls = add(Counter(), "write_stalls", "Connections closed since their client took nothing.")
+        self.log_lines_dropped = add(Counter(), "log_lines_dropped", "Log records that could not be written in time.")
+
+        # Of each request
+        lengths = length_buckets(max_model_len)
+        self.num_prompt_tokens = add(
+            Histogram(lengths), "request_prompt_tokens", "Length of the prompt.", "request_prompt_tokens"
+        )
+        self.num_prefill_tokens = add(
+            Histogram(lengths),
+            "request_prefill_tokens",
+            "Tokens of the prompt that the prefix cache did not have.",
+            "request_prefill_kv_computed_tokens",
+        )
+        self.num_output_tokens = add(
+            Histogram(lengths), "request_generation_tokens", "Length of the output.", "request_generation_tokens"
+        )
+        self.num_output_tokens_max = add(
+            Histogram(lengths),
+            "request_max_num_generation_tokens",
+            "Length of the longest output of a prompt.",
+            "request_max_num_generation_tokens",
+        )
+        self.num_choices = add(
+            Histogram(CHOICE_BUCKETS), "request_params_n", "Outputs asked for of a prompt.", "request_params_n"
+        )
+        self.max_tokens = add(
+            Histogram(lengths),
+            "request_params_max_tokens",
+            "Bound of the output, as asked for or by default.",
+            "request_params_max_tokens",
+        )
+        self.queue_time = add(
+            Histogram(REQUEST_BUCKETS),
+            "request_queue_time_seconds",
+            "From arrival to the first step.",
+            "request_queue_time_seconds",
+        )
+        self.prefill_time = add(
+            Histogram(REQUEST_BUCKETS),
+            "request_prefill_time_seconds",
+            "From the first step to the first token.",
+            "request_prefill_time_seconds",
+        )
+        self.decode_time = add(
+            Histogram(REQUEST_BUCKETS),
+            "request_decode_time_seconds",
+            "From the first token to the last.",
+            "request_decode_time_seconds",
+        )
+        self.inference_time = add(
+            Histogram(REQUEST_BUCKETS),
+            "request_inference_time_seconds",
+            "From the first step to the last token.",
+            "request_inference_time_seconds",
+        )
+        self.e2e_latency = add(
+            Histogram(REQUEST_BUCKETS),
+            "e2e_request_latency_seconds",
+            "From arrival to the end.",
+            "e2e_request_latency_seconds",
+        )
+        self.time_to_first_token = add(
+            Histogram(TTFT_BUCKETS),
+            "time_to_first_token_seconds",
+            "From arrival to the first token.",
+            "time_to_first_token_seconds",
+        )
+        self.inter_token_latency = add(
+            Histogram(TOKEN_BUCKETS),
+            "inter_token_latency_seconds",
+            "Between two tokens of a sequence.",
+            "inter_token_latency_seconds",
+            "time_per_output_token_seconds",  # its older name
+        )
+        self.time_per_output_token = add(
+            Histogram(TOKEN_BUCKETS),
+            "time_per_output_token_seconds",
+            "Mean of a sequence after its first token.",
+            "request_time_per_output_token_seconds",
+        )
+        self.http_duration = add(
+            BoundedHistogram("route", MAX_HTTP_ROUTES, REQUEST_BUCKETS),
+            "http_request_duration_seconds",
+            "From the request's headers to the answer's end, by route.",
+        )
+
+        # Of each step, and of the loop
+        self.step_duration = add(
+            Histogram(STEP_BUCKETS),
+            "step_duration_seconds",
+            "From a step's launch, or the landing before, to its landing.",
+        )
+        self.step_rows = add(Histogram(ROW_BUCKETS), "step_rows", "Sequences in a step: decode rows and prompt chunks.")
+        self.step_tokens = add(
+            Histogram(STEP_TOKEN_BUCKETS),
+            "step_tokens",
+            "Tokens that a step computes: one of each decode row, and those of its prompt chunks.",
+            "iteration_tokens_total",
+        )
+        self.step_prediction_error = add(
+            Histogram(RATIO_BUCKETS),
+            "step_prediction_error_ratio",
+            "Difference of a step's predicted time and what it took, as a share of that.",
+        )
+        self.launch_duration = add(
+            Histogram(LEAD_BUCKETS), "launch_duration_seconds", "Composing a step and handing it to the device."
+        )
+        self.launch_lead = add(
+            Histogram(LEAD_BUCKETS),
+            "launch_lead_seconds",
+            "Predicted work that the device had left when a step was composed behind it.",
+        )
+        self.device_bubble = add(
+            Histogram(LEAD_BUCKETS),
+            "device_bubble_seconds",
+            "The device stood idle beside work, from landing to launch.",
+        )
+        self.loop_lag = add(Histogram(LAG_BUCKETS), "loop_lag_seconds", "Lateness of a timer of the event loop.")
+        self.gc_pause = add(Histogram(LAG_BUCKETS), "gc_pause_seconds", "Pauses of the garbage collector.")
+
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Page(self._families))
         if vllm_names:
@@ -185,25 +343,17 @@ class Metrics:
         if process:
             ProcessCollector(registry=self._registry)
 
-    def request_finished(
-        self, reason: str, *, e2e_s: float, first_token_s: float | None = None, num_output_tokens: int = 0
-    ) -> None:
-        """One accepted sequence ended. first_token_s: from its arrival to its first token, None without one."""
-        self.finished.add(reason)
-        self.e2e_latency.observe(e2e_s)
-        if first_token_s is not None and num_output_tokens > 1:
-            self.time_per_output_token.observe((e2e_s - first_token_s) / (num_output_tokens - 1))
+    def _add(self, instrument: _Measure, name: str, text: str, *vllm: str) -> _Measure:
+        self._entries.append(_Entry(instrument=instrument, name=name, text=text, vllm=vllm))
+        return instrument
 
     def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """One answered request. The labels are the server's own: the route's pattern, never the path that was sent."""
-        key = (route, method, str(status))
-        if key not in self._http and len(self._http) >= MAX_HTTP_LABELS:
-            key = (OTHER, OTHER, OTHER)
-        self._http[key] = self._http.get(key, 0) + 1
-        self.http_duration.observe(seconds)
+        self.http_responses.add(route, method, str(status))
+        self.http_duration.observe(route, seconds)
 
     def before_render(self, update: Callable[[], None]) -> None:
-        """Call ``update`` at each scrape, before anything is read."""
+        """Call ``update`` at each scrape, before anything is read. It may be called in any thread."""
         self._before_render.append(update)
 
     def render(self, statistics: object = None) -> bytes:
@@ -217,107 +367,29 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _families(self) -> Iterable[Metric]:
-        prefix = "aserve_"
-        build = GaugeMetricFamily(f"{prefix}build_info", "Version and model.", labels=["version", "model_name"])
-        build.add_metric([__version__, self.model_name], 1)
-        yield build
-        for name, gauge, text in (
-            ("num_requests_running", self.num_running, "Sequences that own KV blocks and run."),
-            ("num_requests_waiting", self.num_waiting, "Sequences that were admitted and own no blocks yet."),
-            ("num_requests_parked", self.num_parked, "Sequences that sit out because their reader lags."),
-            ("queued_tokens", self.num_queued_tokens, "Uncached prompt tokens of waiting sequences."),
-            ("steps_in_flight", self.num_inflight_steps, "Steps launched and not landed."),
-            ("kv_cache_usage_ratio", self.kv_cache_usage, "Share of the KV pool in use, 0 to 1."),
-        ):
-            yield GaugeMetricFamily(prefix + name, text, value=gauge.value)
-        for name, counter, text in (
-            ("prompt_tokens", self.prompt_tokens, "Prompt tokens of sequences that were started."),
-            ("generation_tokens", self.generation_tokens, "Tokens generated."),
-            ("prefix_cache_queries", self.prefix_cache_queries, "Prompt tokens looked up in the prefix cache."),
-            ("prefix_cache_hits", self.prefix_cache_hits, "Prompt tokens found in the prefix cache."),
-            ("preemptions", self.num_preemptions, "Sequences that gave up their blocks to run later."),
-            ("steps", self.num_steps, "Steps launched."),
-            ("wasted_rows", self.num_wasted_rows, "Rows computed for sequences that had already ended."),
-            ("eligible_rows", self.num_eligible_rows, "Rows that steps could have had when the device began them."),
-            ("left_out_rows", self.num_left_out_rows, "Of the eligible rows, those that came too late for the step."),
-            ("log_lines_dropped", self.log_lines_dropped, "Log records that could not be written in time."),
-        ):
-            yield CounterMetricFamily(prefix + name, text, value=counter.value)
-        yield _labelled(f"{prefix}requests_finished", "Sequences ended, by reason.", "finish_reason", self.finished)
-        yield _labelled(f"{prefix}requests_rejected", "Requests turned away, by reason.", "reason", self.rejected)
-        http = CounterMetricFamily(
-            f"{prefix}http_responses", "Answers, by route, method and status.", labels=["route", "method", "status"]
-        )
-        for labels, num in list(self._http.items()):
-            http.add_metric(labels, num)
-        yield http
-        for name, histogram, text in (
-            ("request_queue_time_seconds", self.queue_time, "From arrival to the first step."),
-            ("time_to_first_token_seconds", self.time_to_first_token, "From arrival to the first token."),
-            ("inter_token_latency_seconds", self.inter_token_latency, "Between two tokens of a sequence."),
-            ("time_per_output_token_seconds", self.time_per_output_token, "Mean of a sequence after its first token."),
-            ("e2e_request_latency_seconds", self.e2e_latency, "From arrival to the end."),
-            ("http_request_duration_seconds", self.http_duration, "From the request's headers to the answer's end."),
-            (
-                "step_duration_seconds",
-                self.step_duration,
-                "From a step's launch, or the landing before, to its landing.",
-            ),
-            ("step_rows", self.step_rows, "Sequences in a step: decode rows and prompt chunks."),
-            (
-                "step_prediction_error_ratio",
-                self.step_prediction_error,
-                "Difference of a step's predicted time and what it took, as a share of that.",
-            ),
-            ("launch_duration_seconds", self.launch_duration, "Composing a step and handing it to the device."),
-            (
-                "launch_lead_seconds",
-                self.launch_lead,
-                "Predicted work that the device had left when a step was composed behind it.",
-            ),
-            ("device_bubble_seconds", self.device_bubble, "The device stood idle beside work, from landing to launch."),
-            ("loop_lag_seconds", self.loop_lag, "Lateness of a timer of the event loop."),
-            ("gc_pause_seconds", self.gc_pause, "Pauses of the garbage collector."),
-        ):
-            yield _histogram(prefix + name, text, histogram, {})
+        for entry in self._entries:
+            yield entry.instrument.family(f"aserve_{entry.name}", entry.text, {})
 
     def _vllm_families(self) -> Iterable[Metric]:
-        names, values = ["model_name"], [self.model_name]
-        for name, gauge in (
-            ("num_requests_running", self.num_running),
-            ("num_requests_waiting", self.num_waiting),
-            ("kv_cache_usage_perc", self.kv_cache_usage),  # a share of 1 in spite of its name, there too
-            ("gpu_cache_usage_perc", self.kv_cache_usage),
-        ):
-            gauge_family = GaugeMetricFamily(f"vllm:{name}", _SAME, labels=names)
-            gauge_family.add_metric(values, gauge.value)
-            yield gauge_family
-        for name, counter in (
-            ("prompt_tokens", self.prompt_tokens),
-            ("generation_tokens", self.generation_tokens),
-            ("prefix_cache_queries", self.prefix_cache_queries),
-            ("prefix_cache_hits", self.prefix_cache_hits),
-            ("num_preemptions", self.num_preemptions),
-        ):
-            counter_family = CounterMetricFamily(f"vllm:{name}", _SAME, labels=names)
-            counter_family.add_metric(values, counter.value)
-            yield counter_family
-        success = CounterMetricFamily("vllm:request_success", _SAME, labels=[*names, "finished_reason"])
-        for reason, num in self.finished.values.items():
-            success.add_metric([*values, reason], num)
-        yield success
-        for name, histogram in (
-            ("time_to_first_token_seconds", self.time_to_first_token),
-            ("inter_token_latency_seconds", self.inter_token_latency),
-            ("time_per_output_token_seconds", self.inter_token_latency),  # its older name for the same
-            ("request_time_per_output_token_seconds", self.time_per_output_token),
-            ("e2e_request_latency_seconds", self.e2e_latency),
-            ("request_queue_time_seconds", self.queue_time),
-        ):
-            yield _histogram(f"vllm:{name}", _SAME, histogram, dict(zip(names, values, strict=True)))
-
-
-_SAME: Final = "The metric of the same meaning under the name that dashboards know."
+        labels = {"model_name": self.model_name, "engine": ENGINE}
+        for entry in self._entries:
+            for name in entry.vllm:
+                yield entry.instrument.family(f"vllm:{name}", entry.text, labels)
+        yield self.finished.family(
+            "vllm:request_success", "Sequences ended, by reason.", labels, label="finished_reason"
+        )
+        cached = Counter()
+        cached.value = self.prompt_sources.values["local_cache_hit"]
+        yield cached.family("vllm:prompt_tokens_cached", "Prompt tokens that the prefix cache had.", labels)
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Waiting sequences; none waits for anything but capacity.",
+            labels=[*labels, "reason"],
+        )
+        for reason, num in (("capacity", self.num_waiting.value), ("deferred", 0)):
+            waiting.add_metric([*labels.values(), reason], num)
+        yield waiting
+        yield self._cache_config.family("vllm:cache_config_info", "Facts on the KV cache.", {"engine": ENGINE})
 
 
 class _Page(Collector):
@@ -326,18 +398,3 @@ class _Page(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()
-
-
-def _labelled(name: str, text: str, label: str, counter: LabelledCounter) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, num in counter.values.items():
-        family.add_metric([value], num)
-    return family
-
-
-def _histogram(name: str, text: str, histogram: Histogram, labels: dict[str, str]) -> HistogramMetricFamily:
-    counts = list(accumulate(histogram.counts[:]))
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    family = HistogramMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), list(zip(bounds, counts, strict=True)), histogram.sum)
-    return family

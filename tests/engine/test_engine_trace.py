@@ -15,7 +15,7 @@ from wire_builders import until
 from aserve.core.ids import SequenceId, StepNumber
 from aserve.core.request import FinishReason
 from aserve.engine.observe import MetricsObserver
-from aserve.engine.ports import NullObserver, RequestMove, RequestPhase, StepLanding, StepLaunch
+from aserve.engine.ports import NullObserver, RequestEnd, RequestMove, RequestPhase, StepLanding, StepLaunch
 from aserve.engine.trace import MAX_PHASES, Trace
 from aserve.obs.metrics import Metrics
 from aserve.testing import ManualClock, ScriptedRunner
@@ -303,11 +303,26 @@ def test_what_it_hears_it_passes_on() -> None:
     metrics = Metrics("m", process=False)
     trace = Trace(8, then=MetricsObserver(metrics))
 
-    trace.queue_time(1.0)
+    trace.request_started(1.0, 40, 32)
     trace.first_token(1.0)
     trace.inter_token(1.0, 3)
     trace.request_rejected("server_overloaded")
-    trace.request_finished("stop", 1.0, 0.5, 2)
+    trace.request_finished(
+        RequestEnd(
+            reason=FinishReason.STOP,
+            submitted_s=0.0,
+            started_s=0.2,
+            first_token_s=0.5,
+            last_token_s=0.9,
+            ended_s=1.0,
+            num_prompt_tokens=40,
+            num_cached_tokens=32,
+            num_output_tokens=2,
+            max_tokens=8,
+            n=1,
+            num_output_tokens_max=2,
+        )
+    )
     trace.step_landed(landing(1, 1.0, 2.0))
 
     counted = (metrics.queue_time, metrics.time_to_first_token, metrics.inter_token_latency, metrics.step_duration)

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from aserve.obs.instruments import Histogram
 from aserve.obs.loop_watch import IDLE_FACTOR, GcWatch, LoopLag, LoopWatch, freeze_heap
-from aserve.obs.metrics import Histogram
 
 
 def histogram() -> Histogram:
