@@ -128,6 +128,41 @@ def test_more_connections_than_descriptors() -> None:
         assert share < 0.9
 
 
+UPGRADE = (
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+def test_connections_in_the_metrics() -> None:
+    """Those that are open, websockets among them, and those sent away; the model has the name that clients use."""
+    with serving("--limits.max_connections", "8", "--model.served_model_name", "ours") as process:
+        websocket = process.connect()
+        websocket.sendall(UPGRADE)
+        assert websocket.recv(12) == b"HTTP/1.1 101"
+        idle = [process.connect() for _ in range(7)]
+        with process.connect() as refused:
+            assert refused.recv(12) == b"HTTP/1.1 503"
+        for each in idle[1:]:
+            each.close()
+        lines: list[str] = []
+
+        def has_noticed() -> bool:
+            status, _, body = process.ask("GET", "/metrics")
+            lines[:] = body.decode().splitlines()
+            return status == 200 and "aserve_open_connections 3.0" in lines  # with the one that asks
+
+        until(has_noticed)
+        for each in (websocket, idle[0]):
+            each.close()
+
+        assert {"aserve_open_websockets 1.0", "aserve_kv_blocks 2048.0"} <= set(lines)
+        assert "aserve_connections_refused_total 0.0" not in lines
+        assert 'vllm:num_requests_running{engine="0",model_name="ours"} 0.0' in lines
+        [cache] = [line for line in lines if line.startswith("vllm:cache_config_info")]
+        assert 'num_gpu_blocks="2048"' in cache
+
+
 @pytest.mark.parametrize("file", ["/dev/full", "log.jsonl"])
 def test_a_full_disk_and_secrets(file: str, tmp_path: Path) -> None:
     """A log that cannot be written changes nothing; one that can holds JSON lines without keys, prompts or answers."""
