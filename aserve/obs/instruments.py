@@ -1,38 +1,61 @@
-"""What metrics are made of: plain numbers on the hot path, and how each becomes a family of a Prometheus page.
+"""What metrics are made of: plain numbers on the hot path, and how each is written in Prometheus' text format.
 
 Observing costs a bisection and two additions (0.16 us); prometheus-client's own histogram takes a lock and several
-calls. Labels come from closed sets, or from sets that are cut at a bound, so that no client can make the page grow.
-Written on the event loop's thread; ``family`` may run in another one: a histogram's counts are then of one moment, its
-sum perhaps one observation later.
+calls. Its writer takes 4.5 us a line where this one takes 0.3: a page of 1,400 lines would hold the interpreter for
+longer than most steps. Labels come from closed sets, or from sets that are cut at a bound, so that no client can make
+the page grow. Written on the event loop's thread; ``samples`` may run in another one: a histogram's counts are then of
+one moment, its sum perhaps one observation later.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
+
+Kind = Literal["counter", "gauge", "histogram"]
 
 OTHER: Final = "other"
 """The label of what is beyond a set's bound."""
+
+_ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def pairs(labels: Mapping[str, str]) -> str:
+    """Labels as the page has them between braces."""
+    return ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
+
+
+def _sample(name: str, labels: str, value: float) -> str:
+    return f"{name}{{{labels}}} {float(value)!r}\n" if labels else f"{name} {float(value)!r}\n"
 
 
 class Instrument(Protocol):
     """Something measured."""
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        """What the page says of it now. labels: those that each of its samples gets, before the instrument's own."""
+    kind: ClassVar[Kind]
+
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
+        """The lines that say what it is now. labels: those that each of them gets, before the instrument's own."""
         ...
+
+
+def family(instrument: Instrument, name: str, text: str, labels: Mapping[str, str]) -> Iterator[str]:
+    """The instrument's part of the page: its descriptions and its samples, a counter's with ``_total`` at their end."""
+    if instrument.kind == "counter":
+        name += "_total"
+    yield f"# HELP {name} {text}\n# TYPE {name} {instrument.kind}\n"
+    yield from instrument.samples(name, labels)
 
 
 class Counter:
     """A number that only grows."""
 
     __slots__ = ("value",)
+    kind: ClassVar[Kind] = "counter"
 
     def __init__(self) -> None:
         self.value: float = 0
@@ -40,30 +63,28 @@ class Counter:
     def add(self, num: float = 1) -> None:
         self.value += num
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), self.value)
-        return family
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
+        yield _sample(name, pairs(labels), self.value)
 
 
 class Gauge:
     """A number as of now."""
 
     __slots__ = ("value",)
+    kind: ClassVar[Kind] = "gauge"
 
     def __init__(self) -> None:
         self.value: float = 0
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), self.value)
-        return family
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
+        yield _sample(name, pairs(labels), self.value)
 
 
 class LabelledCounter:
     """One counter for each value of a label; a value outside of the set counts as its last one."""
 
     __slots__ = ("_fallback", "_label", "values")
+    kind: ClassVar[Kind] = "counter"
 
     def __init__(self, label: str, values: Sequence[str]) -> None:
         self.values = dict.fromkeys(values, 0)
@@ -73,18 +94,22 @@ class LabelledCounter:
     def add(self, value: str, num: int = 1) -> None:
         self.values[value if value in self.values else self._fallback] += num
 
-    def family(self, name: str, text: str, labels: Mapping[str, str], *, label: str = "") -> Metric:
-        """label: another name for the label."""
-        family = CounterMetricFamily(name, text, labels=[*labels, label or self._label])
+    def labelled(self, label: str) -> "LabelledCounter":
+        """The same counts under another name of the label."""
+        other = LabelledCounter(label, tuple(self.values))
+        other.values = self.values
+        return other
+
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
         for value, num in self.values.items():
-            family.add_metric([*labels.values(), value], num)
-        return family
+            yield _sample(name, pairs({**labels, self._label: value}), num)
 
 
 class BoundedCounter:
     """One counter for each combination of labels that came up; beyond ``num_max`` of them, further ones are "other"."""
 
     __slots__ = ("_labels", "_num_max", "values")
+    kind: ClassVar[Kind] = "counter"
 
     def __init__(self, labels: tuple[str, ...], num_max: int) -> None:
         self.values: dict[tuple[str, ...], int] = {}
@@ -96,23 +121,23 @@ class BoundedCounter:
             key = (OTHER,) * len(self._labels)
         self.values[key] = self.values.get(key, 0) + 1
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*labels, *self._labels])
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
         for key, num in list(self.values.items()):
-            family.add_metric([*labels.values(), *key], num)
-        return family
+            yield _sample(name, pairs({**labels, **dict(zip(self._labels, key, strict=True))}), num)
 
 
 class Histogram:
     """Counts of observations by upper bound; the last count is of what exceeds every bound."""
 
-    __slots__ = ("_bounds_array", "bounds", "counts", "sum")
+    __slots__ = ("_bounds_array", "_bounds_text", "bounds", "counts", "sum")
+    kind: ClassVar[Kind] = "histogram"
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
         self._bounds_array = np.asarray(bounds)
+        self._bounds_text = (*map(floatToGoString, bounds), "+Inf")
 
     def observe(self, value: float, num: int = 1) -> None:
         """Count ``value``, ``num`` times."""
@@ -129,21 +154,21 @@ class Histogram:
     def count(self) -> int:
         return sum(self.counts)
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=list(labels))
-        self.add_to(family, list(labels.values()))
-        return family
-
-    def add_to(self, family: HistogramMetricFamily, values: list[str]) -> None:
-        """Add the buckets as they are to a family, under the values of its labels."""
-        bounds = [*map(floatToGoString, self.bounds), "+Inf"]
-        family.add_metric(values, list(zip(bounds, accumulate(self.counts[:]), strict=True)), self.sum)
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
+        own = pairs(labels)
+        lead = f"{name}_bucket{{{own}{',' if own else ''}le="
+        num = 0
+        for bound, num in zip(self._bounds_text, accumulate(self.counts[:]), strict=True):
+            yield f'{lead}"{bound}"}} {num}.0\n'
+        yield _sample(f"{name}_count", own, num)
+        yield _sample(f"{name}_sum", own, self.sum)
 
 
 class BoundedHistogram:
     """One histogram for each value of a label that came up; beyond ``num_max`` of them, further ones are "other"."""
 
     __slots__ = ("_bounds", "_label", "_num_max", "histograms")
+    kind: ClassVar[Kind] = "histogram"
 
     def __init__(self, label: str, num_max: int, bounds: Sequence[float]) -> None:
         self.histograms: dict[str, Histogram] = {}
@@ -166,22 +191,19 @@ class BoundedHistogram:
     def sum(self) -> float:
         return sum(histogram.sum for histogram in self.histograms.values())
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=[*labels, self._label])
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
         for key, histogram in list(self.histograms.items()):
-            histogram.add_to(family, [*labels.values(), key])
-        return family
+            yield from histogram.samples(name, {**labels, self._label: key})
 
 
 class Info:
     """Facts as labels of a gauge that is always 1."""
 
     __slots__ = ("facts",)
+    kind: ClassVar[Kind] = "gauge"
 
     def __init__(self, facts: Mapping[str, object]) -> None:
         self.facts = {key: str(value) for key, value in facts.items()}
 
-    def family(self, name: str, text: str, labels: Mapping[str, str]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*labels, *self.facts])
-        family.add_metric([*labels.values(), *self.facts.values()], 1)
-        return family
+    def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
+        yield _sample(name, pairs({**labels, **self.facts}), 1)

@@ -314,7 +314,7 @@ class Api:
         return call.json(orjson.dumps({"status": "unavailable", "reason": reason}), status=503)
 
     async def metrics(self, call: Call) -> web.StreamResponse:
-        async with self._scraping:  # one page at a time: each takes milliseconds of a thread
+        async with self._scraping:  # one page at a time: they share a thread pool with what is in a hurry
             page = await asyncio.to_thread(self._metrics.render, self._engine.statistics())
         return web.Response(body=page, headers={**call.headers, "Content-Type": CONTENT_TYPE})
 

@@ -6,14 +6,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
-from aserve.obs.instruments import BoundedCounter, BoundedHistogram, Histogram, Info, Instrument, LabelledCounter
+from aserve.obs.instruments import (
+    BoundedCounter,
+    BoundedHistogram,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    Instrument,
+    LabelledCounter,
+    family,
+)
 
 
 def samples(instrument: Instrument, **labels: str) -> dict[tuple[str, ...], float]:
     """What the page would say of it: the sample's ending and the values of its labels -> value."""
-    family = instrument.family("m", "text", labels)
-    return {(sample.name.removeprefix("m"), *sample.labels.values()): sample.value for sample in family.samples}
+    page = "".join(family(instrument, "m", "text", labels))
+    [found] = text_string_to_metric_families(page)
+    assert found.documentation == "text"
+    return {(sample.name.removeprefix("m"), *sample.labels.values()): sample.value for sample in found.samples}
 
 
 def test_label_outside_of_its_set() -> None:
@@ -55,6 +68,33 @@ def test_histograms_beyond_the_bound() -> None:
 def test_whole_bounds_are_written_like_others() -> None:
     """A bound of 1 is "1.0" on the page, as every client of Prometheus writes it."""
     assert ("_bucket", "1.0") in samples(Histogram((1, 2)))
+
+
+@pytest.mark.parametrize("value", [0, 3, 0.1, 1e-9, 12_345_678_901, 1e22, float("inf")])
+def test_numbers_come_back(value: float) -> None:
+    """Whatever their size, whole or not."""
+    gauge, counter = Gauge(), Counter()
+    gauge.value = value
+    counter.add(value)
+
+    assert (samples(gauge), samples(counter)) == ({("",): value}, {("_total",): value})
+
+
+@given(st.text())
+def test_labels_come_back(value: str) -> None:
+    """Whatever a label's value is, the page stays whole; an own label follows those of the page."""
+    counter = LabelledCounter("why", ("a",))
+
+    assert samples(counter, model_name=value) == {("_total", value, "a"): 0}
+
+
+def test_another_name_of_a_label() -> None:
+    """The counts are the same ones."""
+    counter = LabelledCounter("why", ("a", "other"))
+    other = counter.labelled("reason")
+    counter.add("a")
+
+    assert list(other.samples("m", {})) == ['m{reason="a"} 1.0\n', 'm{reason="other"} 0.0\n']
 
 
 def test_facts() -> None:
