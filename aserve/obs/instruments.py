@@ -25,8 +25,8 @@ _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def pairs(labels: Mapping[str, str]) -> str:
-    """Labels as the page has them between braces."""
-    return ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
+    """Labels as the page has them between braces: sorted, as prometheus-client writes them and some readers expect."""
+    return ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in sorted(labels.items()))
 
 
 def _sample(name: str, labels: str, value: float) -> str:
@@ -156,10 +156,13 @@ class Histogram:
 
     def samples(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
         own = pairs(labels)
-        lead = f"{name}_bucket{{{own}{',' if own else ''}le="
+        before = pairs({label: value for label, value in labels.items() if label < "le"})
+        after = pairs({label: value for label, value in labels.items() if label > "le"})
+        head = f"{name}_bucket{{{before}{',' if before else ''}le="
+        tail = f"{',' if after else ''}{after}"
         num = 0
         for bound, num in zip(self._bounds_text, accumulate(self.counts[:]), strict=True):
-            yield f'{lead}"{bound}"}} {num}.0\n'
+            yield f'{head}"{bound}"{tail}}} {num}.0\n'
         yield _sample(f"{name}_count", own, num)
         yield _sample(f"{name}_sum", own, self.sum)
 

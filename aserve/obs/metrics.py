@@ -353,7 +353,7 @@ class Metrics:
         self._before_render.append(update)
 
     def render(self, statistics: object = None) -> bytes:
-        """The page. Takes half a millisecond and reads /proc: off the loop, through ``asyncio.to_thread``."""
+        """The page. Takes most of a millisecond and reads /proc: off the loop, through ``asyncio.to_thread``."""
         for update in self._before_render:
             update()
         for name in self.SCRAPED:

@@ -59,8 +59,8 @@ def test_histograms_beyond_the_bound() -> None:
 
     assert (histogram.count, histogram.sum) == (4, 5.75)
     assert samples(histogram) == {
-        ("_bucket", "/a", "1.0"): 1, ("_bucket", "/a", "+Inf"): 2, ("_count", "/a"): 2, ("_sum", "/a"): 3.5,
-        ("_bucket", "other", "1.0"): 1, ("_bucket", "other", "+Inf"): 2, ("_count", "other"): 2,
+        ("_bucket", "1.0", "/a"): 1, ("_bucket", "+Inf", "/a"): 2, ("_count", "/a"): 2, ("_sum", "/a"): 3.5,
+        ("_bucket", "1.0", "other"): 1, ("_bucket", "+Inf", "other"): 2, ("_count", "other"): 2,
         ("_sum", "other"): 2.25,
     }  # fmt: skip
 
@@ -82,10 +82,22 @@ def test_numbers_come_back(value: float) -> None:
 
 @given(st.text())
 def test_labels_come_back(value: str) -> None:
-    """Whatever a label's value is, the page stays whole; an own label follows those of the page."""
+    """Whatever a label's value is, the page stays whole."""
     counter = LabelledCounter("why", ("a",))
 
     assert samples(counter, model_name=value) == {("_total", value, "a"): 0}
+
+
+def test_labels_are_sorted() -> None:
+    """A bucket's own label stands among the others, as in the pages of other servers."""
+    lines = list(Histogram((1,)).samples("m", {"model_name": "smol", "engine": "0"}))
+
+    assert lines == [
+        'm_bucket{engine="0",le="1.0",model_name="smol"} 0.0\n',
+        'm_bucket{engine="0",le="+Inf",model_name="smol"} 0.0\n',
+        'm_count{engine="0",model_name="smol"} 0.0\n',
+        'm_sum{engine="0",model_name="smol"} 0.0\n',
+    ]
 
 
 def test_another_name_of_a_label() -> None:
