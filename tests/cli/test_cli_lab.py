@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from trace_rules import read_trace
 
 from aserve.__main__ import main
 from aserve.cli.lab.catalogue import EXPERIMENTS
@@ -109,6 +110,15 @@ def test_the_results_in_the_repository_are_of_all_experiments() -> None:
     for number in (1, 2, 3, 4):
         (experiment,) = [each for each in results["experiments"] if each["number"] == number]
         assert {claim["agreement"] for claim in experiment["claims"]} == {"agrees"}
+
+
+def test_the_timelines_in_the_repository_open_in_a_viewer() -> None:
+    """Those of the virtual device and of a GPU; each process is one setup of an experiment."""
+    timelines = sorted(RESULTS.glob("**/timelines/*.json"))
+    assert {file.parts[-3] for file in timelines} == {"results", "h200_8b"}
+    for file in timelines:
+        processes = read_trace(file.read_bytes())
+        assert all(process.lanes["device"] for process in processes), file.name
 
 
 def _linked(page: str) -> Iterator[str]:

@@ -58,8 +58,7 @@ def samplers(lab: Lab) -> Experiment:
         title="Sampler on the host and on the device",
         about=(
             f"{machine.name}, so many streams that decode, overlap. On the host a sequence has one row in flight, "
-            f"since its next row needs the token, and a row costs {GREEDY_ROW_S * 1e6:.0f} µs greedy and "
-            f"{DRAWN_ROW_S * 1e3:.2f} ms drawn with a temperature, in one thread; copying the logits is left out."
+            f"since its next row needs the token, and one thread samples{_sampling_costs(lab)}."
         ),
         tables=(
             Table(
@@ -79,11 +78,24 @@ def samplers(lab: Lab) -> Experiment:
     )  # fmt: skip
 
 
+def _sampling_costs(lab: Lab) -> str:
+    if not lab.bench.is_virtual:
+        return ""
+    return (
+        f", {GREEDY_ROW_S * 1e6:.0f} µs a greedy row and {DRAWN_ROW_S * 1e3:.2f} ms one drawn with a temperature; "
+        "copying the logits is left out"
+    )
+
+
 # --- 10
 
 
 SHARED_RATES: Final = (0.5, 0.6, 0.75)
 """How fast each of two streams runs beside the other; what a real device does has to be measured there."""
+_SHARING: Final = (
+    " Two streams share the virtual device at a rate that is assumed: each runs at 0.5 (nothing gained), 0.6 or 0.75 "
+    "of its speed alone while both have work."
+)
 _LONG_PROMPT: Final = 8192
 _NUM_LONG: Final = 4
 _RUNNING: Final = 32
@@ -140,8 +152,7 @@ def prefill_modes(lab: Lab) -> Experiment:
         about=(
             f"{machine.name}, {_RUNNING} streams decode while {_NUM_LONG} prompts of {_LONG_PROMPT:,} tokens arrive "
             f"{period_s * 1e3:.0f} ms apart, in chunks of {_CHUNK:,}; {policy}. Gaps between the running streams' "
-            "tokens meanwhile. Two streams share the virtual device at a rate that is assumed: each runs at 0.5 "
-            "(nothing gained), 0.6 or 0.75 of its speed alone while both have work."
+            f"tokens meanwhile.{_SHARING if lab.bench.is_virtual else ''}"
         ),
         tables=(
             Table(

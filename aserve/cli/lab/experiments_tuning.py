@@ -35,8 +35,8 @@ def tuning(lab: Lab) -> Experiment:
         title="Steps in flight and chunks",
         about=(
             f"{_STREAMS} streams, {2 * _STREAMS} requests of {_PROMPT} tokens in and {_TUNING_TOKENS} out, eager up to "
-            "max_inflight. In the study's order of tuning: the depth first, then the chunk (max_num_batched_tokens). "
-            + " ".join(f"{machine.name}: {machine.origin}." for machine in machines)
+            "max_inflight. In the study's order of tuning: the depth first, then the chunk (max_num_batched_tokens)."
+            + "".join(f" {machine.name}: {machine.origin}." for machine in machines if lab.bench.is_virtual)
         ),
         tables=tuple(tables),
         claims=tuple(claims),
