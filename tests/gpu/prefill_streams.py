@@ -37,6 +37,7 @@ from aserve.engine.engine import Engine
 from aserve.engine.generation import GenerationRequest
 from aserve.engine.ports import Runner
 from aserve.model.options import ModelOptions
+from aserve.obs.trace import Slice, Timeline, render
 from aserve.text.tokenizer import HFTokenizer
 
 MODES: Final = ("mixed", "split", "streams")
@@ -265,6 +266,27 @@ async def run(
         await engine.aclose()
 
 
+def kernel_timelines(points: Sequence[Point]) -> list[Timeline]:
+    """Each mode's moment, a lane a stream, for Perfetto."""
+    return [
+        Timeline(
+            name=f"prefill = {point.mode}",
+            start_s=moment[0][2] / 1e6,
+            end_s=max(start_us + taken_us for _, _, start_us, taken_us in moment) / 1e6,
+            lanes={
+                lane: [
+                    Slice(name=name, start_s=start_us / 1e6, end_s=(start_us + taken_us) / 1e6)
+                    for is_main, name, start_us, taken_us in moment
+                    if is_main == on_main
+                ]
+                for lane, on_main in (("main stream", True), ("prefill stream", False))
+            },
+        )
+        for point in points
+        if point.overlap is not None and (moment := point.overlap.moment)
+    ]
+
+
 def table(points: Sequence[Point]) -> str:
     lines = [
         "| prefill | gap ms alone p50 | p99 | beside prompts p50 | p99 | max | decode tokens/s alone | beside "
@@ -295,6 +317,7 @@ def main() -> int:
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, help="the moments, for Perfetto")
     arguments = parser.parse_args()
     prepare_process()
     points = []
@@ -319,6 +342,8 @@ def main() -> int:
     print(table(points))  # noqa: T201
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(point) for point in points], indent=1))
+    if arguments.trace is not None:
+        arguments.trace.write_bytes(render(kernel_timelines(points)))
     return 0
 
 
