@@ -90,12 +90,15 @@ def _stream_of(state: State, *, is_prefill: bool) -> int:
 
 
 def _take_leaves(state: State, *, is_prefill: bool) -> list[Slot]:
-    """Leaves for this step's plan."""
-    leaves = state.leaves
-    if state.options.prefill == "streams":
-        leaves = [slot for slot in leaves if is_prefill and state.slots.state[slot] is not SlotState.RETIRING]
-    state.leaves = [slot for slot in state.leaves if slot not in leaves]
-    return leaves
+    """Leaves for this step's plan; the others wait for a later one."""
+    leaves, state.leaves = state.leaves, []
+    if state.options.prefill != "streams":
+        return leaves
+    taken: list[Slot] = []
+    for slot in leaves:
+        is_free = is_prefill and state.slots.state[slot] is not SlotState.RETIRING
+        (taken if is_free else state.leaves).append(slot)
+    return taken
 
 
 def _pick(

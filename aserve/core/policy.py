@@ -105,12 +105,16 @@ class FixedDepth:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One that is out. shape: None where it never reached the device. launched_s: until it is known, when composed."""
+    """One that is out. shape: None where it never reached the device. launched_s: until it is known, when composed.
+
+    model: the predictor's ``num_resets`` when the prediction was made.
+    """
 
     number: StepNumber
     shape: StepShape | None
     predicted_s: float | None
     launched_s: float
+    model: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class Late:
         work = self._work()
         shape = shape_of(plan)
         predicted_s = self._predictor.predict(shape)
-        self._steps.append(_Step(plan.step, shape, predicted_s, now))
+        self._steps.append(_Step(plan.step, shape, predicted_s, now, self._predictor.num_resets))
         if work is None:
             return None
         return Forecast(work.left_s(now), predicted_s)
@@ -201,6 +205,8 @@ class Late:
         assert newest.number == step, f"step {step} was launched, step {newest.number} was composed"
         self._costs_s.add(now - newest.launched_s)
         newest.launched_s = self._busy_until_s = now
+        if self._max_inflight == 1:
+            return None  # nothing is ever launched by an alarm
         self._num_unmeasured += 1
         work = self._work() if self._num_unmeasured >= PROBED_LAUNCHES else None
         if work is None:
@@ -231,7 +237,8 @@ class Late:
             return
         if oldest.predicted_s:
             self._early.add(1.0 - taken_s / oldest.predicted_s)
-        self._predictor.learn(oldest.shape, taken_s, oldest.predicted_s)
+        is_forgotten = oldest.model != self._predictor.num_resets
+        self._predictor.learn(oldest.shape, taken_s, None if is_forgotten else oldest.predicted_s)
 
     def _go_on(self, now: float) -> None:
         """What the loop did until ``now`` came right after what it did before, or after a time without steps."""

@@ -123,6 +123,7 @@ class StepTimePredictor:
 
     def __init__(self) -> None:
         self._errors = RecentValues(WINDOW)
+        self.num_resets = 0  # how often the device turned out to be another one
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -148,12 +149,14 @@ class StepTimePredictor:
         return line_s * self._ratio(neighbours.steps) if neighbours is not None else line_s
 
     def learn(self, shape: StepShape, seconds: float, predicted_s: float | None) -> None:
-        """A step of that shape took so long, more than 0. predicted_s: what ``predict`` had said of it."""
+        """A step of that shape took so long, more than 0. predicted_s: what ``predict`` had said of it,
+        None if that was before a reset."""
         neighbours = self._neighbours.get(shape.neighbourhood)
         if predicted_s is not None:
             error = seconds / predicted_s - 1.0
             self._errors.add(abs(error) / (1.0 + error))
             if self._is_new_pace(neighbours, error):
+                self.num_resets += 1
                 self._forget_all()
                 neighbours = predicted_s = None
         features = _features(shape)

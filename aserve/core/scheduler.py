@@ -142,11 +142,11 @@ class Scheduler(State):
             else:
                 wake_s = min(wake_s, due_s)
         if due:
-            num_inflight = len(self.inflight)
             plan = compose(self, due, now, actions)
             if plan is not None:
                 forecast = self.policies[plan.stream].composed(plan, now)
-                actions.append(_launch(plan, forecast, num_inflight, has_landed=event.has_landed))
+                num_before = self.inflight.num_on(plan.stream) - 1
+                actions.append(_launch(plan, forecast, num_before, has_landed=event.has_landed))
                 return
         if wake_s < math.inf:
             actions.append(WakeAt(wake_s))
@@ -181,6 +181,7 @@ class Scheduler(State):
 
 
 def _launch(plan: BatchPlan, forecast: Forecast | None, num_before: int, *, has_landed: bool) -> Launch:
+    """num_before: steps out on its stream."""
     if forecast is None or not num_before:
         reason: LaunchReason = "landing" if has_landed else "depth" if num_before else "idle"
     else:

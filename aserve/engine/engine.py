@@ -12,7 +12,7 @@ from aserve.core.actions import Action, DeliverTokens, Launch, WakeAt
 from aserve.core.admission import Limits, admit, fit_max_tokens
 from aserve.core.ids import SequenceId
 from aserve.core.options import SchedulerOptions
-from aserve.core.plan import MAIN_STREAM
+from aserve.core.plan import MAIN_STREAM, BatchPlan
 from aserve.core.request import MAX_STOP_IDS, FinishReason, SamplingParams, SequenceSpec
 from aserve.core.scheduler import Scheduler
 from aserve.engine.deliver import Choice, Deliverer
@@ -140,6 +140,10 @@ class Engine:
             raise ConfigError(
                 f"scheduler.block_size is {scheduler_options.block_size}, the runner's blocks have {info.block_size}."
             )
+        for option in ("max_num_seqs", "max_num_batched_tokens"):
+            wanted, most = getattr(scheduler_options, option), getattr(info, option)
+            if 0 < most < wanted:
+                raise ConfigError(f"scheduler.{option} is {wanted}, the runner was made for {most}.")
         self.options = engine_options or EngineOptions()
         self.info: RunnerInfo = info
         self.tokenizer = tokenizer
@@ -440,8 +444,17 @@ class Engine:
             assert not isinstance(action, Launch | WakeAt), "only the launch loop launches"
             self._deliverer.post(action)
 
-    def _count_eligible(self) -> int:
-        return min(len(self.scheduler.ready) + len(self.scheduler.waiting), self.scheduler.options.max_num_seqs)
+    def _count_eligible(self, plan: BatchPlan) -> int:
+        """Of all with work where a step holds rows and chunks, else of those whose kind of work it holds."""
+        scheduler = self.scheduler
+        num_waiting = len(scheduler.waiting)
+        if scheduler.options.prefill == "mixed":
+            num = len(scheduler.ready) + num_waiting
+        elif plan.chunks:
+            num = len(scheduler.ready.prefilling()) + num_waiting
+        else:
+            num = int(scheduler.slots.decoding.sum())
+        return min(num, scheduler.options.max_num_seqs)
 
     def _commit(self, event: events.StepLanded | events.StepFailed, step: Flying, landed_s: float) -> None:
         """One landing: commit, write out first tokens, launch what is due, queue the rest. No await in between."""
@@ -582,7 +595,11 @@ class Engine:
             generation_tokens=counters.num_generated_tokens,
             prefix_cache_queries=counters.num_prefix_queries,
             prefix_cache_hits=counters.num_prefix_hits,
-            policy=scheduler.policies[MAIN_STREAM].statistics(),
+            policy={
+                ("" if stream == MAIN_STREAM else "prefill_") + name: value
+                for stream, policy in scheduler.policies.items()
+                for name, value in policy.statistics().items()
+            },
             runner=self._runner.statistics(),
         )
 

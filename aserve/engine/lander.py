@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aserve.core import events
 from aserve.core.actions import Launch
 from aserve.core.ids import StepNumber
-from aserve.core.plan import MAIN_STREAM, BatchResult
+from aserve.core.plan import MAIN_STREAM, BatchPlan, BatchResult
 from aserve.engine.ports import Flight
 from aserve.errors import DeviceLost
 from aserve.faults import hit
@@ -53,13 +53,13 @@ class _Lane:
 class Lander:
     """commit(event, step, landed_s) applies one landing; it may push further flights.
 
-    count_eligible(): sequences that could have a place in a step just now.
+    count_eligible(plan): sequences that could have a place in such a step just now.
     """
 
     def __init__(
         self,
         commit: Callable[[events.StepLanded | events.StepFailed, Flying, float], None],
-        count_eligible: Callable[[], int],
+        count_eligible: Callable[[BatchPlan], int],
         clock: Callable[[], float],
         *,
         num_streams: int = 1,
@@ -87,7 +87,7 @@ class Lander:
     def _start_oldest(self, lane: _Lane, now: float) -> None:
         if lane.flying and lane.flying[0].started_s is None:
             lane.flying[0].started_s = now
-            lane.flying[0].num_eligible = self._count_eligible()
+            lane.flying[0].num_eligible = self._count_eligible(lane.flying[0].launch.plan)
 
     async def run(self, stream: int = MAIN_STREAM) -> None:
         """Land the stream's steps for ever. Raises DeviceLost, which no later step can survive; any other fault fails

@@ -104,8 +104,7 @@ class LaunchLoop:
             actions = self._scheduler.handle(events.LaunchPossible(has_landed), composed_s)
             last = actions[-1] if actions else None
             if isinstance(last, Launch):
-                self._carry_out(actions[:-1])
-                self._launch(last, composed_s)
+                self._launch(last, composed_s, actions[:-1])
                 continue
             self._permits.release()
             if isinstance(last, WakeAt):
@@ -117,7 +116,8 @@ class LaunchLoop:
                 self._idle_since_s = None  # for want of work
             return
 
-    def _launch(self, launch: Launch, composed_s: float) -> None:
+    def _launch(self, launch: Launch, composed_s: float, beside: list[Action]) -> None:
+        """beside: what else the composing asked for. After the launch: what newcomers cost is not the device's time."""
         plan = launch.plan
         handed_s = self._clock()
         try:
@@ -126,12 +126,14 @@ class LaunchLoop:
         except DeviceLost:
             raise
         except Exception as error:
+            self._carry_out(beside)
             sentence = f"{type(error).__name__}: {error}"
             now = self._clock()
             self._carry_out(self._scheduler.handle(events.LaunchFailed(plan.step, sentence), now))
             self._lander.push(LostFlight(plan.step, error), launch, now)
             return
         launched_s = self._clock()
+        self._carry_out(beside)
         bubble_s = 0.0
         if not len(self._lander) and self._idle_since_s is not None:
             bubble_s = launched_s - self._idle_since_s

@@ -34,6 +34,11 @@ class StepShape:
     num_prefill_tokens: int = 0
     num_pairs: int = 0
 
+    @property
+    def mean_context(self) -> float:
+        """Keys that a prompt token looks at, on average."""
+        return self.num_pairs / self.num_prefill_tokens if self.num_prefill_tokens else 0.0
+
     @classmethod
     def of(cls, plan: BatchPlan) -> "StepShape":
         counts = [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks]
@@ -51,6 +56,8 @@ class StepCosts:
 
     weights_s, matrix_token_s: reading the weights, and multiplying each token, row or prompt, with them; the longer of
     the two hides the other (the roofline of Williams, Waterman and Patterson, CACM 2009).
+    context_s: for each token of context that a prompt token looks at on average; a chunk's attention walks through it,
+    however few its tokens are.
     noise: sigma of a log-normal factor with mean 1. kv_bytes_per_token: of the model's cache, all layers.
     """
 
@@ -61,6 +68,7 @@ class StepCosts:
     prefill_token_s: float = 0.0
     kv_byte_s: float = 0.0
     pair_s: float = 0.0
+    context_s: float = 0.0
     kv_bytes_per_token: int = 0
     noise: float = 0.0
 
@@ -73,6 +81,7 @@ class StepCosts:
             + self.prefill_token_s * shape.num_prefill_tokens
             + self.kv_byte_s * self.kv_bytes_per_token * shape.kv_tokens
             + self.pair_s * shape.num_pairs
+            + self.context_s * shape.mean_context
         )
 
     def noise_factor(self, random: np.random.Generator) -> float:
@@ -90,6 +99,7 @@ class StepCosts:
             prefill_token_s=self.prefill_token_s * factor,
             kv_byte_s=self.kv_byte_s * factor,
             pair_s=self.pair_s * factor,
+            context_s=self.context_s * factor,
         )
 
 
@@ -130,13 +140,16 @@ def fit_step_costs(shapes: Sequence[StepShape], seconds: Sequence[float], *, kv_
         rows,
         np.array([shape.kv_tokens * kv_bytes_per_token for shape in shapes], np.float64),
         np.array([shape.num_pairs for shape in shapes], np.float64),
+        np.array([shape.mean_context for shape in shapes], np.float64),
     ]
     best: StepCosts | None = None
     for fewest in (*np.unique(tokens)[1:], np.inf):
         bound = tokens >= fewest
         first = (np.ones(len(times)), ~bound, np.where(bound, tokens, 0.0))
         columns = np.column_stack([*first, *others]) / times[:, None]
-        fixed_s, weights_s, matrix_token_s, row_s, kv_byte_s, pair_s = _least_squares_nonnegative(columns).tolist()
+        fixed_s, weights_s, matrix_token_s, row_s, kv_byte_s, pair_s, context_s = _least_squares_nonnegative(
+            columns
+        ).tolist()
         found = StepCosts(
             fixed_s=fixed_s,
             weights_s=weights_s,
@@ -144,6 +157,7 @@ def fit_step_costs(shapes: Sequence[StepShape], seconds: Sequence[float], *, kv_
             row_s=row_s,
             kv_byte_s=kv_byte_s,
             pair_s=pair_s,
+            context_s=context_s,
             kv_bytes_per_token=kv_bytes_per_token,
         )
         errors = np.array([found.seconds(shape) for shape in shapes]) / times - 1.0

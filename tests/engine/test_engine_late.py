@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from aserve.core.request import FinishReason
 from aserve.engine.engine import Engine
 from aserve.engine.loop import LoopAlarm
 from aserve.engine.ports import NullObserver, StepLanding, StepLaunch
+from aserve.errors import ConfigError
 from aserve.testing import (
     ByteTokenizer,
     HostCosts,
@@ -391,3 +393,40 @@ async def test_late_in_real_time() -> None:
         await engine.aclose()
 
     assert outputs == ["abcdefgh" * (index + 1) for index in range(4)]
+
+
+@pytest.mark.parametrize("prefill", ["mixed", "split", "streams"])
+def test_nobody_is_left_out_of_a_step_that_could_not_hold_them(prefill: str) -> None:
+    """Running rows are not missed in a step of chunks, nor prompts in one of rows: two at a time, all are served."""
+
+    async def main() -> None:
+        async with virtual("sync", prefill=prefill, max_inflight=2) as world:
+            streams = [world.engine.submit_nowait(request(max_tokens=20)) for _ in range(2)]
+            await asyncio.gather(*map(read, streams))
+
+            figures = world.engine.statistics()
+            assert (figures.num_left_out_rows, figures.num_eligible_rows > 0) == (0, True)
+
+    run_virtual(main())
+
+
+def test_with_one_step_in_flight_no_alarm_is_set() -> None:
+    """There is nothing that it could launch."""
+
+    async def main() -> None:
+        CountedAlarm.num_set = 0
+        async with virtual(max_inflight=1, make_alarm=CountedAlarm) as world:
+            await read(world.engine.submit_nowait(request(max_tokens=60)))
+
+        assert CountedAlarm.num_set == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
+def test_options_beyond_the_device_are_refused(option: str) -> None:
+    """At the start, in a sentence, and not at the first step that has so many."""
+    runner = ScriptedRunner(max_num_seqs=16)
+    runner._info = replace(runner.info, max_num_batched_tokens=64)
+    with pytest.raises(ConfigError, match=f"scheduler.{option} is 128, the runner was made for"):
+        Engine(runner, ByteTokenizer(), SchedulerOptions(block_size=16, **{"max_num_seqs": 16} | {option: 128}))
