@@ -451,7 +451,8 @@ class Engine:
         if scheduler.options.prefill == "mixed":
             num = len(scheduler.ready) + num_waiting
         elif plan.chunks:
-            num = len(scheduler.ready.prefilling()) + num_waiting
+            num_in_last_chunk = sum(chunk.last for chunk in plan.chunks)  # which count as decoding already
+            num = len(scheduler.ready.prefilling()) + num_in_last_chunk + num_waiting
         else:
             num = int(scheduler.slots.decoding.sum())
         return min(num, scheduler.options.max_num_seqs)
