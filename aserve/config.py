@@ -116,7 +116,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "log.flush_interval_ms": (1, 60000),
         "log.close_timeout_s": (0, 60),
         "metrics.loop_lag_interval_ms": (0, 60000),
-        "trace.num_steps": (0, 1 << 20),
+        "trace.num_steps": (0, 1 << 17),
     }
 )
 """Least and greatest value of every number, both allowed. A test holds the names to the options."""

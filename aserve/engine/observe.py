@@ -25,9 +25,11 @@ class MetricsObserver:
             metrics.device_bubble.observe(launch.bubble_s)
 
     def step_landed(self, landing: StepLanding) -> None:
+        if landing.failed:  # how long a step that was lost did not take says nothing of steps
+            return
         taken_s = landing.landed_s - landing.started_s
         self._metrics.step_duration.observe(taken_s)
-        if landing.predicted_s is not None and taken_s > 0.0 and not landing.failed:
+        if landing.predicted_s is not None and taken_s > 0.0:
             self._metrics.step_prediction_error.observe(abs(landing.predicted_s - taken_s) / taken_s)
 
     def delivered(self, start_s: float, end_s: float, num_tokens: int) -> None: ...

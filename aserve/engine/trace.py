@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, Final
@@ -26,6 +26,9 @@ from aserve.obs.trace import Args, Mark, Phase, Slice, Timeline, Track, pieces
 MAX_PHASES: Final = 64
 """Phases that are kept of a sequence, the newest: one that is preempted or parked for ever must not fill memory."""
 
+DELIVERIES_A_STEP: Final = 4
+"""Slices of delivery that there is room for beside each step: 256 rows at the default ``engine.fan_out_slice``."""
+
 _LAUNCH_NAMES: Final = tuple(entry.name for entry in dataclasses.fields(StepLaunch))
 _LANDING_NAMES: Final = tuple(entry.name for entry in dataclasses.fields(StepLanding))
 _launch_row: Final = attrgetter(*_LAUNCH_NAMES)
@@ -36,44 +39,18 @@ _LAUNCH_STEP, _LAUNCH_STREAM, _COMPOSED, _LAUNCHED = map(
 _LANDING_STREAM, _STARTED, _COMMITTED = map(_LANDING_NAMES.index, ("stream", "started_s", "committed_s"))
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Life:
-    """A sequence from its submission to its end. phases: (name, when it began), each until the next one."""
-
-    sequence: SequenceId
-    name: str
-    submitted_s: float
-    num_prompt_tokens: int
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    first_token_s: float | None = None
-    ended_s: float | None = None
-    finish_reason: str = ""
-    phases: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=MAX_PHASES))
-
-    def copy(self) -> "_Life":
-        return dataclasses.replace(self, phases=self.phases.copy())
-
-    def track(self) -> Track:
-        ends_s = [start_s for _, start_s in self.phases][1:]
-        args: dict[str, str | int] = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "cached_tokens": self.num_cached_tokens,
-        }
-        if self.ended_s is not None:
-            args |= {"output_tokens": self.num_output_tokens, "finish_reason": self.finish_reason}
-        return Track(
-            id=self.sequence,
-            name=self.name,
-            start_s=self.submitted_s,
-            end_s=self.ended_s,
-            phases=[
-                Phase(name=name, start_s=start_s, end_s=end_s)
-                for (name, start_s), end_s in zip(self.phases, [*ends_s, self.ended_s], strict=True)
-            ],
-            marks=[] if self.first_token_s is None else [Mark(name="first token", at_s=self.first_token_s)],
-            args=args,
-        )
+_Life = tuple[
+    SequenceId,
+    str,  # name
+    float,  # submitted_s
+    int,  # num_prompt_tokens
+    int,  # num_cached_tokens
+    float | None,  # first_token_s
+    tuple[str, ...],  # phases
+    tuple[float, ...],  # when each began; it lasts until the next one
+    tuple[float, int, str] | None,  # where it has ended: when, num_output_tokens, finish_reason
+]
+"""A sequence, as far as it has come. Each move makes a new one, so that a list of them changes no more."""
 
 
 class Trace:
@@ -100,7 +77,7 @@ class Trace:
         self._about = dict(about or {})
         self._launches: deque[tuple[Any, ...]] = deque(maxlen=num_steps)
         self._landings: deque[tuple[Any, ...]] = deque(maxlen=num_steps)
-        self._deliveries: deque[tuple[float, float, int]] = deque(maxlen=num_steps)
+        self._deliveries: deque[tuple[float, float, int]] = deque(maxlen=num_steps * DELIVERIES_A_STEP)
         self._lives: dict[SequenceId, _Life] = {}  # bounded by the sequences that admission lets in
         self._ended: deque[_Life] = deque(maxlen=num_steps)
         # What the trace does not show goes straight on.
@@ -124,24 +101,31 @@ class Trace:
 
     def request_moved(self, move: RequestMove) -> None:
         self._then.request_moved(move)
-        life = self._lives.get(move.sequence)
+        sequence, phase, at_s, num_tokens = move.sequence, move.phase, move.at_s, move.num_tokens
+        life = self._lives.get(sequence)
         if life is None:
-            life = self._lives[move.sequence] = _Life(
-                sequence=move.sequence,
-                # The number first: Perfetto sorts tracks by name, and this is the order in which they came.
-                name=f"#{move.sequence} {move.request_id}" + (f" [{move.index}]" if move.index else ""),
-                submitted_s=move.at_s,
-                num_prompt_tokens=move.num_tokens,
-            )
-        if move.phase == "ended":
-            life.ended_s, life.finish_reason, life.num_output_tokens = move.at_s, move.finish_reason, move.num_tokens
-            self._ended.append(self._lives.pop(move.sequence))
-            return
-        if move.phase == "decode" and life.first_token_s is None:
-            life.first_token_s = move.at_s
-        elif move.phase == "prefill" and life.first_token_s is None:
-            life.num_cached_tokens = move.num_tokens
-        life.phases.append((move.phase, move.at_s))
+            # The number first: Perfetto sorts tracks by name, and this is the order in which they came.
+            name = f"#{sequence} {move.request_id}" + (f" [{move.index}]" if move.index else "")
+            life = (sequence, name, at_s, num_tokens, 0, None, (), (), None)
+        _, name, submitted_s, num_prompt_tokens, num_cached_tokens, first_token_s, phases, starts_s, _ = life
+        end = None
+        if phase == "ended":
+            end = (at_s, num_tokens, move.finish_reason)
+        else:
+            if first_token_s is None:
+                if phase == "decode":
+                    first_token_s = at_s
+                elif phase == "prefill":
+                    num_cached_tokens = num_tokens
+            phases, starts_s = (*phases[1 - MAX_PHASES :], phase), (*starts_s[1 - MAX_PHASES :], at_s)
+        life = (
+            sequence, name, submitted_s, num_prompt_tokens, num_cached_tokens, first_token_s, phases, starts_s, end
+        )  # fmt: skip
+        if end is None:
+            self._lives[sequence] = life
+        else:
+            self._lives.pop(sequence, None)
+            self._ended.append(life)
 
     def cut(self, seconds: float = math.inf) -> "Cut":
         """What is kept of the last ``seconds``, as it stands now. On the loop, for 2 ms at most."""
@@ -152,7 +136,7 @@ class Trace:
             launches=list(self._launches),
             landings=list(self._landings),
             deliveries=list(self._deliveries),
-            lives=[*self._ended, *(life.copy() for life in self._lives.values())],
+            lives=[*self._ended, *self._lives.values()],
             name=self._name,
             about=self._about,
         )
@@ -181,7 +165,7 @@ class Cut:
 
     def timeline(self, name: str) -> Timeline:
         """From ``seconds`` ago to the cut, or from the first step or submission that is kept, if that is later."""
-        firsts_s = [life.submitted_s for life in self.lives]
+        firsts_s = [submitted_s for _, _, submitted_s, *_ in self.lives]
         firsts_s += [row[_COMPOSED] for row in self.launches[:1]] + [row[_STARTED] for row in self.landings[:1]]
         start_s = max(self.end_s - self.seconds, min(firsts_s, default=self.end_s))
         launches = [row for row in self.launches if row[_LAUNCHED] >= start_s]
@@ -197,7 +181,7 @@ class Cut:
                 "launch": _launches(launches),
                 **{_lane(stream): _steps(stream, launches, landings) for stream in sorted(streams)},
             },
-            tracks=(life.track() for life in self.lives),
+            tracks=map(_track, self.lives),
         )
 
 
@@ -280,6 +264,26 @@ def _name(step: StepLaunch | StepLanding) -> str:
     if step.num_prefill_tokens:
         parts.append(f"prefill {step.num_prefill_tokens}")
     return " + ".join(parts) or "no tokens"
+
+
+def _track(life: _Life) -> Track:
+    sequence, name, submitted_s, num_prompt_tokens, num_cached_tokens, first_token_s, phases, starts_s, end = life
+    args: dict[str, str | int] = {"prompt_tokens": num_prompt_tokens, "cached_tokens": num_cached_tokens}
+    ended_s = None
+    if end is not None:
+        ended_s, args["output_tokens"], args["finish_reason"] = end
+    return Track(
+        id=sequence,
+        name=name,
+        start_s=submitted_s,
+        end_s=ended_s,
+        phases=[
+            Phase(name=phase, start_s=start_s, end_s=end_s)
+            for phase, start_s, end_s in zip(phases, starts_s, (*starts_s[1:], ended_s), strict=True)
+        ],
+        marks=[] if first_token_s is None else [Mark(name="first token", at_s=first_token_s)],
+        args=args,
+    )
 
 
 def _lane(stream: int) -> str:

@@ -12,11 +12,12 @@ from engine_builders import read, request, running, settle
 from trace_rules import ReadProcess, read_trace
 from wire_builders import until
 
+from aserve.config import RANGES
 from aserve.core.ids import SequenceId, StepNumber
 from aserve.core.request import FinishReason
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.ports import NullObserver, RequestEnd, RequestMove, RequestPhase, StepLanding, StepLaunch
-from aserve.engine.trace import MAX_PHASES, Trace
+from aserve.engine.trace import DELIVERIES_A_STEP, MAX_PHASES, Trace
 from aserve.obs.metrics import Metrics
 from aserve.testing import ManualClock, ScriptedRunner
 
@@ -202,14 +203,15 @@ def test_all_bounds_hold() -> None:
     for number in range(500):
         trace.step_launched(launch(number, number))
         trace.step_landed(landing(number, number + 0.2, number + 0.4))
-        trace.delivered(number + 0.5, number + 0.6, 1)
+        for part in range(DELIVERIES_A_STEP):
+            trace.delivered(number + 0.5 + part / 100, number + 0.505 + part / 100, 64)
         trace.request_moved(move(number, "queued", number))
         trace.request_moved(move(number, "ended", number + 0.9))
         trace.request_moved(move(1_000_000, "prefill", number))
 
     process = read_cut(trace)
 
-    assert [len(process.lanes[lane]) for lane in ("loop", "launch", "device")] == [24, 8, 8]
+    assert [len(process.lanes[lane]) for lane in ("loop", "launch", "device")] == [48, 8, 8]
     assert sorted(len(track.phases) for track in process.tracks) == [1] * 8 + [MAX_PHASES]
 
 
@@ -331,20 +333,88 @@ def test_what_it_hears_it_passes_on() -> None:
 
 
 def test_memory_is_bounded_and_invisible_to_the_garbage_collector() -> None:
-    """A kept step takes less than 2 KB, and none of it is looked at by a collection."""
+    """A kept step takes less than 2 KB, with the deliveries of a large one, and a collection looks at none of it."""
     trace = Trace(1000)
     tracemalloc.start()
     num_before = len(gc.get_objects())
     for number in range(3000):
         trace.step_launched(launch(number, number + 0.5))
         trace.step_landed(landing(number, number + 0.2, number + 0.4))
-        trace.delivered(number + 0.5, number + 0.6, 1)
+        for part in range(DELIVERIES_A_STEP):
+            trace.delivered(number + 0.5 + part, number + 0.6 + part, 300)
     gc.collect()
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
     assert size < 1000 * 2048
     assert len(gc.get_objects()) - num_before < 100
+
+
+def test_sequences_are_small_and_invisible_to_the_garbage_collector_too() -> None:
+    """Less than 1 KB each, those that have ended and those that go on."""
+    trace = Trace(1000)
+    phases: tuple[RequestPhase, ...] = ("queued", "prefill", "decode", "ended")
+    tracemalloc.start()
+    num_before = len(gc.get_objects())
+    for number in range(4000):
+        for part, phase in enumerate(phases if number < 3000 else phases[:3]):
+            trace.request_moved(move(number, phase, number + part / 10, num_tokens=300 + number))
+    gc.collect()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert len(trace.cut().lives) == 2000
+    assert size < 2000 * 1024
+    assert len(gc.get_objects()) - num_before < 100
+
+
+def test_a_cut_is_short_however_many_sequences_are_open() -> None:
+    """16,384 that wait in the queue do not keep the loop from the others."""
+    trace = Trace(16, clock=ManualClock(20_000.0))
+    for number in range(16_384):
+        trace.request_moved(move(number, "queued", number))
+
+    def cut_s() -> float:
+        start_s = time.perf_counter()
+        trace.cut()
+        return time.perf_counter() - start_s
+
+    assert min(cut_s() for _ in range(5)) < 0.004  # many times what it takes: the machine may be busy
+
+
+def test_a_cut_of_the_largest_trace_is_short() -> None:
+    """The option's greatest value is one whose copy the loop can bear."""
+    num = int(RANGES["trace.num_steps"][1])
+    trace = Trace(num)
+    launched, landed, queued, ended = (
+        launch(1, 1.0),
+        landing(1, 1.0, 2.0),
+        move(1, "queued", 1.0),
+        move(1, "ended", 2.0),
+    )
+    for _ in range(num):
+        trace.step_launched(launched)
+        trace.step_landed(landed)
+        for _ in range(DELIVERIES_A_STEP):
+            trace.delivered(1.0, 2.0, 64)
+        trace.request_moved(queued)
+        trace.request_moved(ended)
+
+    def cut_s() -> float:
+        start_s = time.perf_counter()
+        trace.cut()
+        return time.perf_counter() - start_s
+
+    assert min(cut_s() for _ in range(5)) < 0.05
+
+
+def test_a_failed_step_counts_in_no_duration() -> None:
+    """It may have been lost before it reached the device, which takes no time."""
+    metrics = Metrics("m", process=False)
+
+    MetricsObserver(metrics).step_landed(landing(1, 1.0, 1.0, failed=True))
+
+    assert (metrics.step_duration.count, metrics.step_prediction_error.count) == (0, 0)
 
 
 def test_a_step_costs_little() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 import pytest
 from server_builders import http, serving
 from trace_rules import read_trace
+from wire_builders import PATIENCE_S, until
 
 from aserve.core.ids import SequenceId
 from aserve.engine.ports import RequestMove
 from aserve.engine.trace import Trace
+from aserve.server.trace_route import MAX_READERS
 from aserve.testing import ManualClock
 
 
@@ -98,33 +100,121 @@ async def test_the_trace_needs_a_key() -> None:
     assert statuses == [401, 401, 200]
 
 
+class SlowTrace:
+    """Each of its files is drawn when the test says ``go_on``, once ``entered`` says that its thread is at it."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.threads: list[int] = []
+        self.num_at_once = 0
+        self.num_pieces = 0
+
+    def cut(self, seconds: float) -> "SlowTrace":
+        assert not self.num_at_once
+        return self
+
+    def pieces(self) -> Iterator[bytes]:
+        self.threads.append(threading.get_ident())
+        self.num_at_once += 1
+        self.entered.release()
+        self.go_on.acquire()
+        self.num_at_once -= 1
+        for piece in (b"{", b"}"):
+            self.num_pieces += 1
+            yield piece
+
+
 async def test_files_are_made_off_the_loop_one_at_a_time() -> None:
     """The loop answers others meanwhile, and two who want the trace at once get it one after the other."""
-    threads: list[int] = []
-    num_at_once: list[int] = []
-    entered, go_on = threading.Semaphore(0), threading.Semaphore(0)
-
-    class SlowCut:
-        def pieces(self) -> Iterator[bytes]:
-            threads.append(threading.get_ident())
-            num_at_once.append(1)
-            entered.release()
-            go_on.acquire()
-            num_at_once.pop()
-            yield b"{}"
-
-    class SlowTrace:
-        def cut(self, seconds: float) -> SlowCut:
-            assert not num_at_once
-            return SlowCut()
-
-    async with serving(trace=SlowTrace()) as served:
+    trace = SlowTrace()
+    async with serving(trace=trace) as served:
         both = [asyncio.create_task(served.get("/v1/trace")) for _ in range(2)]
-        await asyncio.to_thread(entered.acquire)
+        await asyncio.to_thread(trace.entered.acquire)
         health = await served.get("/health")
-        go_on.release(2)
+        trace.go_on.release(2)
         answers = await asyncio.gather(*both)
 
     assert health.status == 200
     assert [answer.body for answer in answers] == [b"{}", b"{}"]
-    assert threading.get_ident() not in threads
+    assert threading.get_ident() not in trace.threads
+
+
+async def test_a_client_that_leaves_keeps_no_thread_and_lets_no_second_one_draw() -> None:
+    """Its file is given up after the piece that is being made, and only then comes the next client's."""
+    trace = SlowTrace()
+    async with serving(trace=trace) as served:
+        _, writer = await served.connect()
+        writer.write(http("GET", "/v1/trace"))
+        await asyncio.to_thread(trace.entered.acquire)
+        writer.close()
+        await until(lambda: [fields["status"] for fields in served.log.fields_of("request.finished")] == [499])
+        second = asyncio.create_task(served.get("/v1/trace"))
+        for _ in range(2):  # the second client has come by then
+            await served.get("/health")
+        trace.go_on.release(2)
+        answer = await second
+
+    assert (answer.status, answer.body) == (200, b"{}")
+    assert trace.num_pieces == 1 + 2
+
+
+async def test_a_file_that_cannot_be_cut_lets_the_next_one_be_made() -> None:
+    """A fault of the trace is that request's alone."""
+
+    class FaultyOnce(SlowTrace):
+        def cut(self, seconds: float) -> SlowTrace:
+            self.go_on.release()
+            if self.num_cuts:
+                return self
+            self.num_cuts += 1
+            raise ValueError("no")
+
+        num_cuts = 0
+
+    async with serving(trace=FaultyOnce()) as served:
+        statuses = [(await served.get("/v1/trace")).status for _ in range(2)]
+
+    assert statuses == [500, 200]
+
+
+async def test_so_many_readers_and_no_more() -> None:
+    """Each has a whole file in memory; who comes too many is told to come again."""
+    trace = SlowTrace()
+    async with serving(trace=trace) as served:
+        tasks = [asyncio.create_task(served.get("/v1/trace")) for _ in range(MAX_READERS + 1)]
+        done, _ = await asyncio.wait(tasks, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        trace.go_on.release(len(tasks) + 1)
+        answers = await asyncio.gather(*tasks)
+        later = await served.get("/v1/trace")
+
+    assert [task.result().status for task in done] == [503]
+    assert (done.pop().result().error["code"], later.status) == ("trace_busy", 200)
+    assert sorted(answer.status for answer in answers) == [200] * MAX_READERS + [503]
+
+
+async def test_what_was_sent_is_freed_while_the_reader_sleeps() -> None:
+    """Only what it has not taken yet waits for it in memory."""
+    num_freed = 0
+
+    class Part(bytes):
+        def __del__(self) -> None:
+            nonlocal num_freed
+            num_freed += 1
+
+    class LargeTrace:
+        def cut(self, seconds: float) -> "LargeTrace":
+            return self
+
+        def pieces(self) -> Iterator[bytes]:
+            return (Part(bytes([number]) * (1 << 18)) for number in range(100))
+
+    async with serving(trace=LargeTrace()) as served:
+        reader, writer = await served.connect()
+        writer.write(http("GET", "/v1/trace"))
+        await until(lambda: num_freed)
+        num_freed_early = num_freed
+        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+
+    assert 0 < num_freed_early < 100
+    assert body == b"".join(bytes([number]) * (1 << 18) for number in range(100))
