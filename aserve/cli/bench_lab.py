@@ -1,14 +1,17 @@
 """``python -m aserve bench lab``: ten experiments about when to launch, or a plan for a rate of requests."""
 
 import os
+import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aserve.cli.arguments import MODEL_SECTIONS, add_options, config_from
+from aserve.config import FLAGS, options
 from aserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +22,10 @@ NUM_EXPERIMENTS: Final = 10
 SWEEP: Final = "sweep"
 OUT: Final = "lab-results"
 NUM_SEEDS: Final = 16
+ALL_POLICIES: Final = "plain,overlap,eager,late"
+PLAN_RATES: Final = (0.01, 1e6)
+"""Requests a second. Beyond them the virtual clock's float tells arrivals, or a step's few milliseconds, no longer."""
+PLAN_REQUESTS_MIN: Final = 4
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -50,8 +57,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--policies",
         metavar="NAMES",
-        default="plain,overlap,eager,late",
-        help="which policies, with commas (default all: plain,overlap,eager,late)",
+        default=ALL_POLICIES,
+        help=f"which policies, with commas (default all: {ALL_POLICIES})",
     )
     plan = parser.add_argument_group("bench lab --plan")
     plan.add_argument(
@@ -71,8 +78,15 @@ def run(args: Namespace) -> int:
 
 
 def _plan(args: Namespace) -> int:
-    if min(args.plan, args.prompt_tokens, args.output_tokens, args.requests) <= 0:
-        raise ConfigError("--plan, --prompt-tokens, --output-tokens and --requests are more than 0.")
+    rate_min, rate_max = PLAN_RATES
+    if not rate_min <= args.plan <= rate_max:  # nor is nan
+        raise ConfigError(f"--plan is {rate_min:g} to {rate_max:,.0f} requests/s, not {args.plan:g}.")
+    if min(args.prompt_tokens, args.output_tokens) <= 0:
+        raise ConfigError("--prompt-tokens and --output-tokens are more than 0.")
+    if args.requests < PLAN_REQUESTS_MIN:
+        raise ConfigError(
+            f"--requests is at least {PLAN_REQUESTS_MIN}: whether waits grow shows between quarters of the requests."
+        )
     config = config_from(args, os.environ)
 
     from aserve.cli.lab.planning import plan  # the engine's layers, which --help does without
@@ -116,8 +130,8 @@ def _experiments(args: Namespace) -> int:
             )
         from aserve.cli.lab.real_bench import RealBench
 
-        args.set.append(f"model.device={args.device}")
-        with RealBench(config_from(args, os.environ)) as bench:
+        on_device = Namespace(**vars(args) | {"set": [*args.set, f"model.device={args.device}"]})
+        with RealBench(config_from(on_device, os.environ)) as bench:
             for number in (number for number in numbers if number in ON_A_REAL_DEVICE):
                 experiment = EXPERIMENTS[number](replace(lab, bench=bench))
                 found.append(experiment)
@@ -141,17 +155,47 @@ def _name(number: int) -> str:
 
 
 def _command(args: Namespace) -> str:
-    """What makes the same results again."""
-    words = ["python -m aserve bench lab"]
+    """What makes the same results again, on any machine: without --out and --jobs; of a path only the name stays."""
+    return shlex.join(["python", "-m", "aserve", "bench", "lab", *_words(args)])
+
+
+def _words(args: Namespace) -> Iterator[str]:
+    """MODEL comes before --experiments, which would take it for a number."""
     if args.device != "virtual":
-        words.append(f"--device {args.device}")
-    if args.experiments:
-        words.append(f"--experiments {' '.join(args.experiments)}")
-    if args.shape != SHAPES[0]:
-        words.append(f"--shape {args.shape}")
+        yield from ("--device", args.device)
+    if args.model is not None:
+        yield _without_folder(args.model)
+    if args.profile:
+        yield from ("--profile", args.profile)
+    if args.config:
+        yield from ("--config", _without_folder(args.config))
+    for each in args.assignments:
+        if _is_of_the_engine(each.name):
+            yield each.origin
+            if each.origin not in FLAGS or options()[each.name].kind is not bool:  # a short flag may be a switch
+                yield _without_folder(each.text)
+    for name, _, text in (entry.partition("=") for entry in args.set):
+        if _is_of_the_engine(name):
+            yield from ("--set", f"{name}={_without_folder(text)}")
     if args.seeds != NUM_SEEDS:
-        words.append(f"--seeds {args.seeds}")
-    return " ".join(words)
+        yield from ("--seeds", str(args.seeds))
+    if args.shape != SHAPES[0] or args.device != "virtual":  # a real device has its model's, which a page should name
+        yield from ("--shape", args.shape)
+    if args.policies != ALL_POLICIES:
+        yield from ("--policies", args.policies)
+    if args.experiments:
+        yield from ("--experiments", *args.experiments)
+
+
+def _is_of_the_engine(name: str) -> bool:
+    """What the others say changes no result, and may be a key."""
+    return name.partition(".")[0] in MODEL_SECTIONS
+
+
+def _without_folder(text: str) -> str:
+    """A path's last part; anything else, such as a model's name on the hub, as it is."""
+    path = os.path.expanduser(text)
+    return os.path.basename(os.path.abspath(path)) if text and (os.path.isabs(path) or os.path.exists(path)) else text
 
 
 def _say(experiment: "Experiment", seconds: float) -> None:

@@ -1,6 +1,7 @@
 """The laboratory: what its experiments must show, what it writes, and its command line."""
 
 import json
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,6 +12,8 @@ import pytest
 from trace_rules import read_trace
 
 from aserve.__main__ import main
+from aserve.cli import bench_lab
+from aserve.cli.arguments import split_options
 from aserve.cli.lab.catalogue import EXPERIMENTS
 from aserve.cli.lab.experiments_backlog import (
     cpu_bound,
@@ -28,6 +31,7 @@ from aserve.cli.lab.planning import plan
 from aserve.cli.lab.plots import draw
 from aserve.cli.lab.report import write
 from aserve.cli.lab.shapes import h200
+from aserve.cli.parsers import make_parser
 from aserve.core.options import SchedulerOptions
 
 RESULTS = Path(__file__).parents[2] / "aserve" / "cli" / "lab" / "results"
@@ -204,6 +208,57 @@ def test_the_command_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert "python -m aserve bench lab --experiments 2 4" in (tmp_path / "found" / "README.md").read_text()
 
 
+def written_command(*arguments: str) -> str:
+    """What the page says behind ``python -m aserve bench lab`` after these arguments."""
+    parser = make_parser("bench lab")
+    rest, assignments = split_options(arguments)
+    args = parser.parse_args(rest)
+    args.assignments = [*args.assignments, *assignments]
+    return bench_lab._command(args).removeprefix("python -m aserve bench lab").strip()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "--device cuda FOLDER --model.load_format dummy --seeds 2 --shape 8b --experiments 6 7 10",
+        "--device cpu org/model --dtype float32 --reference --max-num-seqs 8 --shape 1b --policies plain,late",
+        "--profile latency --config my.toml --model.reference false --set scheduler.policy=late --experiments 6 sweep",
+    ],
+)
+def test_the_page_says_what_it_was_made_with(command: str) -> None:
+    """All that was given counts, and what is written means the same when it is given again."""
+    assert shlex.split(written_command(*shlex.split(command))) == shlex.split(command)
+
+
+def test_the_page_names_no_place_of_this_machine(tmp_path: Path) -> None:
+    """Nor where results went, in how many processes, or a key; of a model's folder the name is left."""
+    folder = tmp_path / "tiny llama"
+    folder.mkdir()
+    model, file = f"{folder}/", str(tmp_path / "my.toml")
+    others = ["--out", str(tmp_path), "--jobs", "1", "--set", "server.api_keys=k", "--log.file", str(tmp_path / "log")]
+
+    assert written_command(model, "--config", file, *others) == "'tiny llama' --config my.toml"
+    assert written_command("--model", model, "--model.cache_dir", str(tmp_path)) == (
+        f"--model 'tiny llama' --model.cache_dir {tmp_path.name}"
+    )
+    assert written_command("--set", f"model.model={model}") == "--set 'model.model=tiny llama'"
+
+
+def test_every_flag_of_the_lab_is_in_the_command() -> None:
+    """A flag that changes results cannot be forgotten: each is written down or left out on purpose."""
+    flags = {flag for action in make_parser("bench lab")._actions for flag in action.option_strings}
+    on_purpose = {"-h", "--help", "--out", "--jobs", "--plan", "--prompt-tokens", "--output-tokens", "--requests"}
+    given = (
+        "--device cpu --profile edge --config f --model m --served-model-name n --dtype float32 --threads 1 "
+        "--reference --max-num-seqs 8 --max-num-batched-tokens 64 --max-model-len 64 --block-size 16 --num-blocks 9 "
+        "--policy late --set scheduler.prefill=split --seeds 3 --shape 1b --policies late --experiments 6"
+    ).split()
+
+    assert flags - on_purpose == {word for word in given if word.startswith("--")}
+    assert written_command(*given).split() == given
+
+
 def test_the_command_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """The engine's own options count."""
     arguments = ["--plan", "5", "--shape", "1b", "--output-tokens", "8", "--requests", "12", "--policy", "sync"]
@@ -218,7 +273,13 @@ def test_the_command_plans(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policies", "plain,lazy"], "--policies takes names out of plain, overlap, eager, late, not 'plain,lazy'."),
         (["--seeds", "1"], "--seeds is at least 2, for there is no interval of one, and --jobs at least 1."),
         (["--device", "cpu", "--experiments", "3"], "--experiments: 3 are told what a step takes"),
-        (["--plan", "0"], "--plan, --prompt-tokens, --output-tokens and --requests are more than 0."),
+        (["--plan", "0"], "--plan is 0.01 to 1,000,000 requests/s, not 0."),
+        (["--plan", "nan"], "--plan is 0.01 to 1,000,000 requests/s, not nan."),
+        (["--plan", "inf"], "--plan is 0.01 to 1,000,000 requests/s, not inf."),
+        (["--plan", "1e20"], "--plan is 0.01 to 1,000,000 requests/s, not 1e+20."),
+        (["--plan", "5", "--output-tokens", "0"], "--prompt-tokens and --output-tokens are more than 0."),
+        (["--plan", "5", "--requests", "1"], "--requests is at least 4: whether waits grow shows between quarters"),
+        (["--plan", "5", "--requests", "3"], "--requests is at least 4: whether waits grow shows between quarters"),
     ],
 )
 def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:

@@ -17,7 +17,7 @@ _GROWTH: Final = 1.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to expect. num_requests: of the run that says so."""
+    """What to expect. num_requests: of the run that says so, at least 4."""
 
     machine: str
     origin: str
@@ -66,7 +66,10 @@ def plan(
     seed: int = 0,
     bench: Bench | None = None,
 ) -> Plan:
-    """Independent arrivals at ``rate`` a second under these options. Takes some tens of seconds where it is busy."""
+    """Independent arrivals at ``rate`` a second under these options. Takes some tens of seconds where it is busy.
+
+    num_requests: at least 4, for ``keeps_up`` compares quarters of them.
+    """
     setup = Setup(
         name="plan",
         policy=options.policy,
