@@ -2,7 +2,7 @@
 
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args, get_origin
 
@@ -15,6 +15,7 @@ _HINTS: Final = {
     "zsh": 'eval "$(aserve completion zsh)" after compinit, in ~/.zshrc',
     "fish": "aserve completion fish > ~/.config/fish/completions/aserve.fish",
 }
+_HELP: Final = parsers.COMMANDS | parsers.SUBCOMMANDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,15 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandWords:
-    """One command: its flags, and the words that its first argument may be, if that is a list."""
+    """One command: its flags, and the words that its first argument may be, if that is a list.
+
+    subcommands: by their last word, with their help; each is a command of its own, whose name has both words.
+    """
 
     name: str
     help: str
     flags: tuple[Flag, ...]
+    subcommands: Mapping[str, str]
     words: tuple[str, ...] = ()
 
 
@@ -50,7 +55,7 @@ def run(args: Namespace) -> int:
 
 def script(shell: str) -> str:
     """The completion script for one of SCRIPTS."""
-    return SCRIPTS[shell]([_words_of(name) for name in parsers.COMMANDS])
+    return SCRIPTS[shell]([_words_of(name) for name in _HELP])
 
 
 def _words_of(name: str) -> CommandWords:
@@ -67,7 +72,8 @@ def _words_of(name: str) -> CommandWords:
             Flag(names=(f"--{option.name}",), help=option.help, takes_value=True, values=_values_of(option))
             for option in options().values()
         ]
-    return CommandWords(name=name, help=parsers.COMMANDS[name], flags=tuple(flags), words=words)
+    below = {sub.removeprefix(f"{name} "): text for sub, text in _HELP.items() if sub.startswith(f"{name} ")}
+    return CommandWords(name=name, help=_HELP[name], flags=tuple(flags), subcommands=below, words=words)
 
 
 def _flag_of(action: Action) -> Flag:
@@ -105,23 +111,33 @@ def _header(shell: str) -> str:
 
 
 def _bash(commands: list[CommandWords]) -> str:
-    names = [command.name for command in commands]
+    names = [command.name for command in _at_the_top(commands)]
     followed = dict(_with_values(commands))
     listed = "".join(
         f"        {flag}) words={_quoted(' '.join(values))} ;;\n" for flag, values in followed.items() if values
     )
     free = "|".join(flag for flag, values in followed.items() if not values)
-    flags = "".join(f"        {command.name}) words={_quoted(' '.join(_names(command)))} ;;\n" for command in commands)
+    flags = "".join(
+        f"        {_quoted(command.name)}) words={_quoted(' '.join(_names(command)))} ;;\n" for command in commands
+    )
     firsts = "".join(
         f"        {command.name}) words={_quoted(' '.join(command.words))} ;;\n"
         for command in commands
         if command.words
+    )
+    seconds = "".join(
+        f"        {command.name}) words={_quoted(' '.join(command.subcommands))} ;;\n"
+        for command in commands
+        if command.subcommands
     )
     return f"""{_header("bash")}
 _aserve() {{
     local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} command=serve words=
     if (( COMP_CWORD > 1 )); then
         case ${{COMP_WORDS[1]}} in {"|".join(names)}) command=${{COMP_WORDS[1]}} ;; esac
+    fi
+    if (( COMP_CWORD > 2 )); then
+        case "$command ${{COMP_WORDS[2]}}" in {_alternatives(commands)}) command+=" ${{COMP_WORDS[2]}}" ;; esac
     fi
     # --flag=value comes as three words
     if [[ $current == = ]]; then
@@ -141,6 +157,8 @@ _aserve() {{
     elif [[ -z $words ]]; then
         case $command in
 {firsts}        esac
+        (( COMP_CWORD == 2 )) && case $command in
+{seconds}        esac
     fi
     COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
@@ -155,7 +173,7 @@ def _zsh(commands: list[CommandWords]) -> str:
     )
     free = "|".join(flag for flag, values in followed.items() if not values)
     flags = "".join(
-        f"            {command.name})\n                described=(\n"
+        f"            {_quoted(command.name)})\n                described=(\n"
         + "".join(
             f"                    {_described(name, flag.help)}\n" for flag in command.flags for name in flag.names
         )
@@ -167,14 +185,23 @@ def _zsh(commands: list[CommandWords]) -> str:
         for command in commands
         if command.words
     )
-    names = "".join(f"            {_described(command.name, command.help)}\n" for command in commands)
+    seconds = "".join(
+        f"            {command.name}) compadd -- {' '.join(command.subcommands)} ;;\n"
+        for command in commands
+        if command.subcommands
+    )
+    top = _at_the_top(commands)
+    names = "".join(f"            {_described(command.name, command.help)}\n" for command in top)
     return f"""#compdef aserve
 {_header("zsh")}
 _aserve() {{
     local command=serve
     local -a described
     if (( CURRENT > 2 )); then
-        case $words[2] in {"|".join(command.name for command in commands)}) command=$words[2] ;; esac
+        case $words[2] in {"|".join(command.name for command in top)}) command=$words[2] ;; esac
+    fi
+    if (( CURRENT > 3 )); then
+        case "$command $words[3]" in {_alternatives(commands)}) command+=" $words[3]" ;; esac
     fi
     case $words[CURRENT-1] in
 {listed}        {free}) _files; return ;;
@@ -190,6 +217,8 @@ _aserve() {{
     else
         case $command in
 {firsts}        esac
+        (( CURRENT == 3 )) && case $command in
+{seconds}        esac
         _files
     fi
 }}
@@ -199,16 +228,21 @@ if [[ $funcstack[1] == _aserve ]]; then _aserve "$@"; else compdef _aserve aserv
 
 def _fish(commands: list[CommandWords]) -> str:
     lines = [_header("fish").rstrip()]
-    others = " ".join(command.name for command in commands if command.name != "serve")
+    top = _at_the_top(commands)
+    others = " ".join(command.name for command in top if command.name != "serve")
+    lines += [
+        f"complete -c aserve -f -n __fish_use_subcommand -a {command.name} -d {_quoted(command.help)}"
+        for command in top
+    ]
     for command in commands:
-        lines.append(f"complete -c aserve -f -n __fish_use_subcommand -a {command.name} -d {_quoted(command.help)}")
-        # Without a command it serves.
-        is_default = command.name == "serve"
-        place = (
-            f"'not __fish_seen_subcommand_from {others}'"
-            if is_default
-            else f"'__fish_seen_subcommand_from {command.name}'"
-        )
+        seen = [f"__fish_seen_subcommand_from {word}" for word in command.name.split()]
+        if command.name == "serve":  # which happens without a command
+            seen = [f"not __fish_seen_subcommand_from {others}"]
+        elif command.subcommands:
+            seen.append(f"not __fish_seen_subcommand_from {' '.join(command.subcommands)}")
+        place = _quoted("; and ".join(seen))
+        for word, text in command.subcommands.items():
+            lines.append(f"complete -c aserve -n {place} -a {word} -d {_quoted(text)}")
         if command.words:
             lines.append(f"complete -c aserve -f -n {place} -a {_quoted(' '.join(command.words))}")
         for flag in command.flags:
@@ -221,6 +255,15 @@ def _fish(commands: list[CommandWords]) -> str:
 def _described(name: str, text: str) -> str:
     """An entry of zsh's _describe."""
     return _quoted(f"{name}:{text}" if text else name)
+
+
+def _at_the_top(commands: list[CommandWords]) -> list[CommandWords]:
+    return [command for command in commands if " " not in command.name]
+
+
+def _alternatives(commands: list[CommandWords]) -> str:
+    """The names of two words, as a shell's pattern."""
+    return "|".join(_quoted(command.name) for command in commands if " " in command.name)
 
 
 def _names(command: CommandWords) -> list[str]:

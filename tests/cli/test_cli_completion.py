@@ -8,7 +8,7 @@ import pytest
 
 from aserve.__main__ import main
 from aserve.cli.completion import SCRIPTS, script
-from aserve.cli.parsers import COMMANDS
+from aserve.cli.parsers import COMMANDS, SUBCOMMANDS
 from aserve.config import FLAGS, options
 
 BASH = shutil.which("bash")
@@ -47,6 +47,14 @@ def complete(tmp_path: Path, *words: str) -> set[str]:
         (["--profile", "la"], {"latency"}),
         (["c"], {"chat", "completion"}),
         (["completion", ""], {"bash", "fish", "zsh"}),
+        (["bench", ""], {"lab"}),
+        (["bench", "--ex"], set()),
+        (["bench", "lab", "--ex"], {"--experiments"}),
+        (["bench", "lab", "--js"], set()),  # a flag of bench
+        (["bench", "lab", "--po"], {"--policies", "--policy"}),
+        (["bench", "lab", "--shape", ""], {"8b", "1b"}),
+        (["bench", "--json", "l"], set()),  # the second word is the only place for it
+        (["lab", "--ex"], set()),
         (["--model", ""], set()),  # nothing of ours: the shell offers files
         (["serve", ""], set()),
         (["pull", "--po"], set()),
@@ -55,6 +63,38 @@ def complete(tmp_path: Path, *words: str) -> set[str]:
 def test_bash_completes(tmp_path: Path, words: list[str], expected: set[str]) -> None:
     """Commands, each command's own flags, values of options with a list, and files elsewhere."""
     assert complete(tmp_path, "aserve", *words) == expected
+
+
+PROGRAMS = {
+    "bash": 'source {file}; COMP_WORDS=({words}); COMP_CWORD={last}; _aserve; printf "%s\\n" "${{COMPREPLY[@]}}"',
+    "fish": 'source {file}; complete --do-complete "{words}"',
+    "zsh": (
+        'compdef() {{ }}; _files() {{ }}; _describe() {{ print -l -- "${{described[@]}}" }}; '
+        'compadd() {{ shift; print -l -- "$@" }}; '
+        "source {file}; words=({words}); CURRENT=$(( {last} + 1 )); PREFIX=$words[-1]; _aserve"
+    ),
+}
+"""What prints, a line each, what a shell would offer for the last of ``words``; zsh leaves it to others to match it."""
+
+
+@pytest.mark.parametrize("shell", [shell for shell in PROGRAMS if shutil.which(shell)])
+@pytest.mark.parametrize(
+    ("words", "flag", "others"),
+    [("aserve bench lab --", "--experiments", "--json"), ("aserve bench --", "--json", "--experiments")],
+)
+def test_a_command_below_another_has_its_own_flags(
+    tmp_path: Path, shell: str, words: str, flag: str, others: str
+) -> None:
+    """In each shell bench and bench lab offer their own flags and not each other's."""
+    file = tmp_path / "script"
+    file.write_text(script(shell))
+    program = PROGRAMS[shell].format(file=file, words=words, last=len(words.split()) - 1)
+
+    result = subprocess.run([shell, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    offered = {line.replace("\t", ":").partition(":")[0] for line in result.stdout.splitlines()}
+
+    assert result.stderr == ""
+    assert (flag in offered, others in offered) == (True, False)
 
 
 @pytest.mark.parametrize("shell", [shell for shell in SCRIPTS if shutil.which(shell)])
@@ -73,9 +113,8 @@ def test_every_table_is_in_it(capsys: pytest.CaptureFixture[str], shell: str) ->
     """All commands, short flags and options are in the script of each shell."""
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
-    missing = [
-        word for word in (*COMMANDS, *(flag.removeprefix("--") for flag in FLAGS), *options()) if word not in text
-    ]
+    words = (*COMMANDS, *(word for name in SUBCOMMANDS for word in name.split()), *options())
+    missing = [word for word in (*words, *(flag.removeprefix("--") for flag in FLAGS)) if word not in text]
 
     assert missing == []
 
