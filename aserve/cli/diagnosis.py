@@ -196,6 +196,10 @@ def _look_at_options(found: Diagnosis, config: Config) -> None:
         found.warn(f"server.host is {config.server.host!r} and there are no keys: whoever reaches it may use it.")
     if config.model.reference:
         found.warn("model.reference is on: right in the last bit, and slow.")
+    if config.scheduler.prefill == "streams" and found.device == "CPU" and config.model.device != "cuda":
+        found.error(
+            "scheduler.prefill is streams, which takes a GPU: a CPU runs one step at a time. Take split or mixed."
+        )
     if config.scheduler.check_invariants_every or config.scheduler.force_preempt_every:
         found.warn("scheduler.check_invariants_every or force_preempt_every is on: these are for tests, and slow.")
     if config.log.file:

@@ -207,6 +207,15 @@ def test_options_worth_a_second_look(folder: Path, keywords: dict[str, Any], sen
     assert text.startswith(sentence)
 
 
+def test_two_streams_on_a_cpu_are_an_error(folder: Path) -> None:
+    """What the runner would refuse is told, in its own words; without the GPU that was asked for, that alone."""
+    sentence = "scheduler.prefill is streams, which takes a GPU: a CPU runs one step at a time. Take split or mixed."
+
+    assert problems(folder, device="cpu", prefill="streams") == [("error", sentence)]
+    assert problems(folder, device="cpu", prefill="split") == []
+    assert sentence not in [text for _, text in problems(folder, device="cuda", prefill="streams")]
+
+
 def test_keys_make_an_open_address_fine(folder: Path) -> None:
     """With keys any address will do."""
     assert problems(folder, host="0.0.0.0", api_keys=["k"]) == []
