@@ -171,6 +171,10 @@ class ModelError(AserveError):
     """The model cannot be found, read or served: the sentence says which and what to do."""
 
 
+class NotOnGpu(ModelError):
+    """A GPU does not run this model's code, whatever its memory and the other options: a CPU may."""
+
+
 # --- our fault
 
 

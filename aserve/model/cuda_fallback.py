@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from aserve.errors import ModelError, NotOnGpu
 from aserve.model.config import ModelConfig
 from aserve.model.cuda_decoder import ForwardTensors
 from aserve.model.fallback import TransformersModule, load_module
@@ -66,7 +67,10 @@ class _CudaStep:
         step, kv_layer = self._step, self._kv_layers[layer]
         for cache, x_THD in zip(kv_layer, (k_THD, v_THD), strict=True):
             cache.permute(1, 2, 0, 3).index_put_(self._slots, x_THD.to(cache.dtype))
-        out_TAD = torch.zeros(q_TAD.shape, dtype=q_TAD.dtype, device=q_TAD.device)
+        # A row always gets a result, but rows of padding behind chunks, and those of chunks that are done, are left as
+        # they are, and go through the rest of the module: not with what the memory held before, which may be NaN.
+        new = q_TAD.new_zeros if step.has_chunks else q_TAD.new_empty
+        out_TAD = new(q_TAD.shape)
         plan, q_TAD = step.plans[window or 0], q_TAD.contiguous()
         if step.has_chunks:
             mixed_attention(
@@ -128,7 +132,7 @@ class CudaFallback:
         logits_RV.copy_(memory.logits_TV[rows_R.long()])
 
     def try_out(self, num_multiprocessors: int) -> None:
-        """Raises ModelError unless a prompt, as a chunk and two rows, gives the logits of its own eager attention."""
+        """Raises NotOnGpu unless a prompt, as a chunk and two rows, gives the logits of its own eager attention."""
         token_ids, positions = (x.int() for x in self._module.probe())
         device, memory = positions.device, self.allocate(len(positions))
         kv = KVTensors.allocate(self.kv_shape, num_blocks=1, block_size=_PROBE_BLOCK, device=device)
@@ -164,7 +168,10 @@ class CudaFallback:
             logits_SV = torch.empty(1, self.config.vocab_size, device=device)
             self.forward(step, kv.layers, memory, logits_SV=logits_SV)
             found.append(memory.logits_TV[:count].float().clone())
-        self._module.check(torch.cat(found))
+        try:
+            self._module.check(torch.cat(found))
+        except ModelError as error:
+            raise NotOnGpu(error.message) from error
 
 
 def load_cuda_fallback(

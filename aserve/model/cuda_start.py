@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ from aserve.core.options import GPU_BATCHED_TOKENS, SchedulerOptions
 from aserve.device import memory
 from aserve.device.graphs import CudaDevice
 from aserve.engine.ports import RunnerInfo
-from aserve.errors import ModelError
+from aserve.errors import ModelError, NotOnGpu
 from aserve.model.config import ModelConfig
 from aserve.model.cuda_decoder import CudaDecoder, StepDecoder
 from aserve.model.cuda_runner import CudaRunner
@@ -37,14 +38,15 @@ _TRIAL_GRAPHS: Final = 4
 
 
 def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path) -> CudaRunner | CudaStreams:
-    """As ``runner.load_runner``, for the first CUDA device. Blocks for seconds. Raises ModelError."""
+    """As ``runner.load_runner``, for the first CUDA device. Blocks for seconds. Raises ModelError, of which NotOnGpu is
+    for transformers' own code that a GPU does not run."""
     faults.hit("runner.load")
     config = ModelConfig.from_folder(folder)
     scheduler = scheduler.with_token_budget(GPU_BATCHED_TOKENS)
     _check(options, scheduler, config)
     try:
         return _load(options, scheduler, folder, config)
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         raise ModelError(
             "Too little device memory for weights, a step's tensors and its graphs: lower "
             "scheduler.max_num_batched_tokens, scheduler.max_num_seqs or model.gpu_memory_utilization, or take a "
@@ -83,15 +85,8 @@ def _load(
             lane.use(trial)
         _compile(lanes)
         clock.lap("kernels")
-        try:
+        with _capturing(config):
             graph_bytes = sum(_warm_up(lane, each) for lane, each in zip(lanes, devices, strict=True))
-        except RuntimeError as error:
-            if config.decoder is not None or isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            raise ModelError(
-                f"This model needs transformers' own code ({config.fallback_reason}), which cannot be captured in a "
-                f"CUDA graph ({str(error).partition(chr(10))[0]}): set model.device to cpu."
-            ) from error
         clock.lap("warm-up")
         for lane in lanes:
             lane.use(None)
@@ -112,7 +107,7 @@ def _load(
         device.synchronize()  # the cache is whole before another stream sees it
         for lane in lanes:
             lane.use(kv)
-            with lane.device.scope():
+            with lane.device.scope(), _capturing(config):
                 lane.capture_all()
             lane.device.synchronize()
         clock.lap("graphs")
@@ -143,7 +138,7 @@ def _load(
 
 def _check(options: ModelOptions, scheduler: SchedulerOptions, config: ModelConfig) -> None:
     if config.decoder is None and options.reference:
-        raise ModelError(
+        raise NotOnGpu(
             f"This model needs transformers' own code ({config.fallback_reason}), which has no reference mode on a "
             "GPU: set model.device to cpu."
         )
@@ -205,18 +200,44 @@ def _runs(steps: CudaSteps) -> list[Callable[[], None]]:
     return [steps.apply, *(partial(steps.run, size) for size in steps.sizes())]
 
 
+@contextmanager
+def _capturing(config: ModelConfig) -> Iterator[None]:
+    """Raises NotOnGpu where transformers' own code fails within; torch.OutOfMemoryError for what lacked memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        # A capture that broke off for want of memory may fail once more as it ends.
+        for each in (error, error.__context__):
+            if isinstance(each, torch.OutOfMemoryError):
+                raise each from None
+        if config.decoder is not None:
+            raise
+        raise NotOnGpu(
+            f"This model needs transformers' own code ({config.fallback_reason}), which cannot be captured in a "
+            f"CUDA graph ({str(error).partition(chr(10))[0]}): set model.device to cpu."
+        ) from error
+
+
 def _warm_up(steps: CudaSteps, device: CudaDevice) -> int:
-    """Run every size once, which loads what it needs. Returns what the graphs of all sizes will take, in bytes."""
+    """Run every size once, which loads what it needs. Returns what the graphs of all sizes will take, in bytes.
+
+    The first graph is counted apart, since the others find there what it takes: the pool's memory, which for
+    transformers' own code is the activations of the largest step, and what the driver sets up once.
+    """
     with device.scope():
         for run in _runs(steps):
             run()
         device.synchronize()
         free_before = device.free_bytes()
         sizes = steps.sizes()
-        trials = sizes[:: max(1, len(sizes) // _TRIAL_GRAPHS)]
-        for size in trials:
+        first, *others = sizes[:: max(1, len(sizes) // _TRIAL_GRAPHS)]
+        steps.capture(first)
+        free_between = device.free_bytes()
+        for size in others:
             steps.capture(size)
-    return max(0, free_before - device.free_bytes()) * len(sizes) // len(trials)
+        free_after = device.free_bytes()
+    of_first, of_others = max(0, free_before - free_between), max(0, free_between - free_after)
+    return of_first + of_others * (len(sizes) - 1) // max(1, len(others))
 
 
 class _Stopwatch:

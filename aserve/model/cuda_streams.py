@@ -7,6 +7,7 @@ and leaves go the way of the chunks.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM, BatchPlan
@@ -53,9 +54,13 @@ class CudaStreams:
         return total
 
     async def aclose(self) -> None:
-        """Wait for what is in flight on both, then let go of the device. Idempotent."""
-        for runner in self._runners.values():
-            await runner.aclose()
+        """Wait for what is in flight on both, then let go of the device. Idempotent.
+
+        The second is closed even if the first's closing fails or is cancelled.
+        """
+        async with AsyncExitStack() as stack:
+            for runner in reversed(self._runners.values()):
+                stack.push_async_callback(runner.aclose)
 
 
 def make_lanes(decoder: StepDecoder, devices: Sequence[StepDevice], limits: StepLimits) -> list[CudaSteps]:

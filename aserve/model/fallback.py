@@ -179,6 +179,8 @@ class TransformersModule:
             self._module.set_attn_implementation("eager")
             with torch.inference_mode():
                 theirs_TV = self._logits(token_ids, positions, None).float()
+        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the model
+            raise
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(f"{self._why} it cannot be tried: {_sentence(error)}") from error
         finally:
@@ -200,6 +202,8 @@ class TransformersModule:
             with torch.inference_mode():
                 probe = torch.arange(2, device=self.device)
                 self._logits(probe, probe, None)
+        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the model
+            raise
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError) as error:
             raise ModelError(f"{self._why} it does not run: {_sentence(error)}") from error
         finally:

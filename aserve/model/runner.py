@@ -5,6 +5,7 @@ sample, V vocabulary.
 """
 
 import asyncio
+import gc
 import importlib.util
 import math
 import sys
@@ -29,7 +30,7 @@ from aserve.device import memory, threads
 from aserve.device.event import Bell, CpuFlight
 from aserve.device.thread import DeviceThread
 from aserve.engine.ports import Runner, RunnerInfo
-from aserve.errors import ConfigError, ModelError
+from aserve.errors import ConfigError, ModelError, NotOnGpu
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.config import ModelConfig
 from aserve.model.cpu_decoder import CpuDecoder
@@ -338,10 +339,12 @@ def load_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: Path
 
         try:
             return load_cuda_runner(options, scheduler, folder)
-        except ModelError as error:
-            if options.device == "cuda" or ModelConfig.from_folder(folder).decoder is not None:
+        except NotOnGpu as error:
+            if options.device == "cuda":
                 raise
             sys.stderr.write(f"aserve: the CPU takes this model: {error.message}\n")
+        gc.collect()  # what was loaded, which the error's frames have held so far
+        torch.cuda.empty_cache()
     return load_cpu_runner(options, scheduler, folder)
 
 

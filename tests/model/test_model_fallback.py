@@ -9,7 +9,7 @@ import transformers
 from families import FALLBACK, PagedDriver, edit_config, hf_logits, hf_model, prompt, save
 
 from aserve.errors import ModelError
-from aserve.model.fallback import FallbackModel
+from aserve.model.fallback import FallbackModel, TransformersModule
 from aserve.model.loader import load_model
 
 pytestmark = pytest.mark.torch
@@ -94,6 +94,22 @@ def test_models_without_pageable_attention_are_refused(
 
     assert reason in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_too_little_memory_is_not_the_models_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look and a try that run out of a device's memory say so, not that the model does not run."""
+    folder = save(hf_model("olmo2", num_hidden_layers=1), tmp_path)
+    module = load_model(folder, dtype=torch.float32)._module
+
+    def run_out(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TransformersModule, "_logits", run_out)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        module.check(torch.zeros(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(folder, dtype=torch.float32)
 
 
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:

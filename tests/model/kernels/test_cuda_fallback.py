@@ -1,6 +1,8 @@
 """Models of transformers' own code in the CUDA runner: equal to it on a GPU, or in Triton's interpreter."""
 
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from families import FALLBACK, hf_logits, hf_model, prompt, save
 from kernel_builders import DEVICE
 
 from aserve.core.options import SchedulerOptions
-from aserve.errors import ModelError
+from aserve.errors import ModelError, NotOnGpu
 from aserve.model import cuda_fallback, cuda_start, runner
 from aserve.model.cuda_start import load_cuda_runner
 from aserve.model.options import ModelOptions
@@ -65,11 +67,41 @@ async def test_chunks_and_rows_match_transformers(name: str, tmp_path: Path) -> 
     assert np.allclose(of_prompt, expected, atol=1e-4)
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """What is allocated without a value is NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="torch's deterministic mode, which poisons memory, asks for other settings of cuBLAS"
+)
+@pytest.mark.usefixtures("poisoned_memory")
+async def test_padding_goes_through_the_module_as_numbers(tmp_path: Path) -> None:
+    """Rows of padding behind a chunk and among rows: foreign code never meets what the memory held before."""
+    host = PlanHost(make_runner(save(hf_model("olmo2", num_hidden_layers=1), tmp_path / "olmo2")))
+    logits_TV = host.runner._steps.activations.logits_TV
+    for slot in (0, 1):
+        await host.prefill(slot, B)[-1]
+    found = []
+    for launch in (lambda: host.prefill(2, B)[-1], lambda: host.launch(rows=[(slot, len(B)) for slot in range(3)])):
+        with torch.inference_mode():
+            logits_TV.fill_(torch.nan)
+        await launch()
+        found.append(int(logits_TV.isfinite().all(1).sum()))
+    await host.runner.aclose()
+
+    assert found == [16, 4]  # where 9 tokens and 3 rows were asked for
+
+
 def test_a_model_whose_attention_departs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is tried against its own eager attention before it serves."""
     monkeypatch.setattr(cuda_fallback, "decode_attention", lambda *args, **kwargs: None)
 
-    with pytest.raises(ModelError, match="paged attention does not give its own logits"):
+    with pytest.raises(NotOnGpu, match="paged attention does not give its own logits"):
         make_runner(save(hf_model("olmo2"), tmp_path / "olmo2"))
 
 
@@ -77,7 +109,7 @@ def test_reference_mode_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """Transformers' matrix products depend on the batch."""
     folder = save(hf_model("olmo2"), tmp_path / "olmo2")
 
-    with pytest.raises(ModelError, match=r"no reference mode on a GPU: set model\.device to cpu"):
+    with pytest.raises(NotOnGpu, match=r"no reference mode on a GPU: set model\.device to cpu"):
         load_cuda_runner(ModelOptions(reference=True), SchedulerOptions(), folder)
 
 
@@ -89,11 +121,11 @@ async def test_the_cpu_takes_what_a_gpu_refuses(
     scheduler = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64, num_blocks=8)
 
     def refuse(*args: object) -> None:
-        raise ModelError("it cannot be captured.")
+        raise NotOnGpu("it cannot be captured.")
 
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(cuda_start, "load_cuda_runner", refuse)
-    with pytest.raises(ModelError, match="captured"):
+    with pytest.raises(NotOnGpu, match="captured"):
         load_runner(ModelOptions(device="cuda"), scheduler, folder)
     capsys.readouterr()
     loaded = load_runner(ModelOptions(dtype="float32", threads=1), scheduler, folder)
@@ -101,3 +133,48 @@ async def test_the_cpu_takes_what_a_gpu_refuses(
 
     assert isinstance(loaded, CpuRunner)
     assert "the CPU takes this model: it cannot be captured." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["olmo2", "llama"])
+def test_an_operators_mistake_is_not_left_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Too little memory or an option out of range, with the device left open: said, not worked around."""
+
+    def refuse(*args: object) -> None:
+        raise ModelError("Too little device memory.")
+
+    monkeypatch.setattr(runner, "has_gpu", lambda: True)
+    monkeypatch.setattr(cuda_start, "load_cuda_runner", refuse)
+
+    with pytest.raises(ModelError, match="Too little device memory"):
+        load_runner(ModelOptions(threads=1), SchedulerOptions(num_blocks=8), save(hf_model(name), tmp_path / name))
+
+
+def test_the_cpu_starts_when_the_gpus_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the refused start had loaded is gone by then, and torch holds on to none of it."""
+
+    class Weights:
+        """In a ring, as modules and their hooks are."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    loaded: list[weakref.ref[Weights]] = []
+    events: list[str] = []
+
+    def refuse(*args: object) -> None:
+        weights = Weights()
+        loaded.append(weakref.ref(weights))
+        raise NotOnGpu("it cannot be captured.")
+
+    def has_gone() -> str:
+        return "gone" if loaded[0]() is None else "held"
+
+    monkeypatch.setattr(runner, "has_gpu", lambda: True)
+    monkeypatch.setattr(cuda_start, "load_cuda_runner", refuse)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append(f"emptied, weights {has_gone()}"))
+    monkeypatch.setattr(runner, "load_cpu_runner", lambda *args: events.append(f"cpu, weights {has_gone()}"))
+    load_runner(ModelOptions(), SchedulerOptions(), tmp_path)
+
+    assert events == ["emptied, weights gone", "cpu, weights gone"]

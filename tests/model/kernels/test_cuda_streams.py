@@ -1,5 +1,6 @@
 """Two streams of a GPU as one device: on a GPU, or in Triton's interpreter, where they take turns."""
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from cuda_builders import RING_STEPS, PlanHost, chunk_of, join, make_streams, to
 from families import hf_logits, hf_model, prompt, save
 
 from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM
+from aserve.model.cuda_streams import CudaStreams
 
 pytestmark = [
     pytest.mark.torch,
@@ -135,3 +137,23 @@ async def test_figures_are_of_both(host: PlanHost) -> None:
     assert (figures["steps_prefill"], figures["steps_decode"], figures["tokens_computed"]) == (1, 1, 8)
     assert figures["kv_bytes"] > 0
     assert figures["launches"] == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError(), asyncio.CancelledError()], ids=["fails", "is cancelled"])
+async def test_the_second_runner_is_closed_whatever_becomes_of_the_first(error: BaseException) -> None:
+    """And what went wrong comes out all the same."""
+    closed = []
+
+    class Closing:
+        def __init__(self, name: str, error: BaseException | None = None) -> None:
+            self._name, self._error = name, error
+
+        async def aclose(self) -> None:
+            closed.append(self._name)
+            if self._error is not None:
+                raise self._error
+
+    with pytest.raises(type(error)):
+        await CudaStreams(Closing("main", error), Closing("prefill")).aclose()  # type: ignore[arg-type]
+
+    assert closed == ["main", "prefill"]
