@@ -39,7 +39,11 @@ class MetricsOptions:
 class TraceOptions:
     """Section ``[trace]``."""
 
-    num_steps: int = _option(16384, "Steps that GET /v1/trace looks back on, 0.7 KB of memory each; 0 keeps none.")
+    num_steps: int = _option(
+        16384,
+        "Steps that GET /v1/trace looks back on, and as many sequences; one of each takes 1.3 to 1.8 KB of memory. "
+        "0 keeps none.",
+    )
     nvtx: bool = _option(
         False, "Mark composing, launches, landings and steps in flight as NVTX ranges, for Nsight Systems; needs CUDA."
     )

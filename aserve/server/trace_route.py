@@ -16,7 +16,8 @@ DEFAULT_SECONDS: Final = 10.0
 MAX_SECONDS: Final = 3600.0
 
 MAX_READERS: Final = 4
-"""Clients that wait for a file or are sent one: each of these files lies in memory, 14 MB where all is asked for."""
+"""Clients that wait for a file or are sent one. A file lies in memory until it is read, and with all that is kept by
+default it has 14 to 44 MB."""
 
 _NUMBER: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 

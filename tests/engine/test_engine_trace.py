@@ -352,20 +352,21 @@ def test_memory_is_bounded_and_invisible_to_the_garbage_collector() -> None:
 
 def test_sequences_are_small_and_invisible_to_the_garbage_collector_too() -> None:
     """Less than 1 KB each, those that have ended and those that go on."""
-    trace = Trace(1000)
+    trace = Trace(1000, clock=ManualClock(4000.0))
     phases: tuple[RequestPhase, ...] = ("queued", "prefill", "decode", "ended")
     tracemalloc.start()
     num_before = len(gc.get_objects())
     for number in range(4000):
         for part, phase in enumerate(phases if number < 3000 else phases[:3]):
             trace.request_moved(move(number, phase, number + part / 10, num_tokens=300 + number))
-    gc.collect()
+    for _ in range(3):  # each frees it of what holds only what the one before freed it of
+        gc.collect()
+    num_looked_at = len(gc.get_objects()) - num_before
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert len(trace.cut().lives) == 2000
-    assert size < 2000 * 1024
-    assert len(gc.get_objects()) - num_before < 100
+    assert len(read_cut(trace, 4000.0).tracks) == 2000
+    assert (size < 2000 * 1024, num_looked_at < 100) == (True, True)
 
 
 def test_a_cut_is_short_however_many_sequences_are_open() -> None:
@@ -405,7 +406,7 @@ def test_a_cut_of_the_largest_trace_is_short() -> None:
         trace.cut()
         return time.perf_counter() - start_s
 
-    assert min(cut_s() for _ in range(5)) < 0.05
+    assert min(cut_s() for _ in range(5)) < 0.004
 
 
 def test_a_failed_step_counts_in_no_duration() -> None:
