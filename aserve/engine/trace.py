@@ -44,7 +44,6 @@ _LAUNCH_STEP, _LAUNCH_STREAM, _COMPOSED, _LAUNCHED = map(
 )
 _LANDING_STREAM, _STARTED, _COMMITTED = map(_LANDING_NAMES.index, ("stream", "started_s", "committed_s"))
 
-
 _Record = tuple[Any, ...]
 """The fields of a StepLaunch or StepLanding, in order."""
 
@@ -78,7 +77,7 @@ class _Rows(Generic[T]):
 
 
 class _Kept(Generic[T]):
-    """Room for ``num_rows`` rows and a chunk more, without the oldest.
+    """The newest ``num_rows`` rows, and up to a chunk of older ones.
 
     A full chunk is a tuple: a cut shares it instead of copying its rows, each of which would be a miss of the cache,
     and the garbage collector stops looking at it and at them.
