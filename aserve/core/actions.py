@@ -36,7 +36,7 @@ class WakeAt:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """The sequence left the waiting queue; ``cached_tokens`` of its prompt came from the prefix cache.
+    """The sequence left the waiting queue at ``at_s``; ``cached_tokens`` of its prompt came from the prefix cache.
 
     Comes again when a preempted sequence resumes (``resumed``): usage counts the first one only.
     """
@@ -44,6 +44,7 @@ class StartPrefill:
     sequence: SequenceId
     cached_tokens: int
     resumed: bool
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,4 +103,4 @@ def _start(state: State, sequence: Sequence, hits: list[PrefixEntry], now: float
         state.counters.num_prompt_tokens += sequence.num_prompt
     state.counters.num_prefix_queries += len(sequence)
     state.counters.num_prefix_hits += num_cached
-    actions.append(StartPrefill(sequence.id, num_cached, sequence.num_admissions > 1))
+    actions.append(StartPrefill(sequence.id, num_cached, sequence.num_admissions > 1, now))

@@ -220,7 +220,7 @@ class Deliverer:
             self.end(choice, parcel.reason, None if is_eos else parcel.stop_token, parcel.detail or None)
 
     def _start(self, parcel: StartPrefill) -> None:
-        now = self._clock()
+        now = parcel.at_s
         self.note_move(parcel.sequence, "prefill", now, parcel.cached_tokens)
         choice = self.choices.get(parcel.sequence)
         if choice is None or parcel.resumed:
