@@ -3,10 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from engine_builders import read, request, running
 
+from aserve.core.plan import BatchPlan
 from aserve.engine.observe import MetricsObserver
-from aserve.engine.ports import StepLanding, StepLaunch
+from aserve.engine.ports import NullObserver, StepLanding, StepLaunch
 from aserve.obs.metrics import Histogram, Metrics
+from aserve.testing import ScriptedRunner
+from aserve.testing.manual import ManualEvent
 
 LAUNCH = StepLaunch(
     step=7,
@@ -87,3 +91,26 @@ def test_the_prediction_error_is_relative_to_what_the_step_took(metrics: Metrics
     observer.step_landed(replace(LANDING, landed_s=LANDING.started_s))
 
     assert seen(metrics.step_prediction_error) == (1, 0.25)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_start_is_told_behind_its_launch_and_not_lost_with_it(is_lost: bool) -> None:
+    """What newcomers cost the loop does not keep the device waiting; a launch that fails has started them as well."""
+    order: list[str] = []
+
+    class Runner(ScriptedRunner):
+        def launch(self, plan: BatchPlan) -> ManualEvent:
+            order.append("launch")
+            return super().launch(plan)
+
+    class Observer(NullObserver):
+        def request_started(self, wait_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+            order.append("start")
+
+    runner = Runner()
+    if is_lost:
+        runner.fail_launch(1, MemoryError("launch"))
+    async with running(runner, observer=Observer()) as engine:
+        await read(engine.submit_nowait(request(max_tokens=1)))
+
+    assert order == ["launch", "start"]
