@@ -1,20 +1,26 @@
-"""aserve beside vLLM on one GPU, in one run and with one client: starts, latencies and tokens a second.
+"""aserve beside vLLM on one GPU, in one run and with one client: starts, latencies, tokens a second, and what they owe.
 
     python tests/gpu/compare_vllm.py --shape llama1b --streams 1 64 256 --vllm-site ~/vllm-site --out results
-    python tests/gpu/compare_vllm.py --shape llama8b --streams 1 16 64 --vllm-site ~/vllm-site --out results
+    python tests/gpu/compare_vllm.py --shape llama8b --streams 1 16 64 --vllm-site ~/vllm-site --out results \\
+        --servers aserve vllm "aserve 4096@16,64:--max-num-batched-tokens 4096" aserve@
 
 Random weights (``make_models.py``), random prompts of 512 tokens, 256 tokens out, no end of sequence. The servers run
-one after the other, each warmed up; every point has prompts of its own, the same ones for each server. The client is
-``vllm bench serve``, of 64 streams and more as four processes whose requests are put together. Prints Markdown; keeps
-everything as JSON. A server:
+one after the other in the order given, so that --deadline cuts the last; each is warmed up; every point has prompts of
+its own, the same ones for each server. The client is ``vllm bench serve``, of 64 streams and more as four processes
+that begin together and whose requests are put together; it comes up beside the first server. Prints Markdown; keeps
+everything as JSON. A server is NAME[@STREAMS][:ARGUMENTS], and NAME is or begins with
 
     aserve, vllm: with their own defaults, but for 256 sequences and a context of 8,192
-    vllm4: vLLM with four front-end processes
+    vllm4: vLLM with four front-end processes, for 64 streams and more
+
+STREAMS, with commas, is the points it is run at: those of --streams if there is no @, none if nothing follows it (a
+start alone). One that is named again is started again, with its caches warm, and its points are run again.
 """
 
 import argparse
 import json
 import os
+import platform
 import shlex
 import signal
 import socket
@@ -24,17 +30,26 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from io import TextIOWrapper
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from make_models import SHAPES, write_model
 
 ROOT: Final = Path(__file__).parents[2]
-READY_S_MAX: Final = 300
+READY_S_MAX: Final = 180
 MANY_STREAMS: Final = 64
 """From here on the requests come from several client processes: one would be the bottleneck."""
+WARM_UP: Final = (16, 32, 64)
+"""Streams, requests and tokens out: half a second to two that bring up every client, prompts and rows together."""
+EXPECTED_START_S: Final = {"aserve": 20.0, "vllm": 110.0}
+"""Of the first of a kind; afterwards it is what the last one took. What would not be ready in time is not begun."""
+COMPILED: Final = ("kernels compiled in", "Compiling a graph for")
+"""What aserve and vLLM log when their caches were cold."""
 
 
 class Failed(Exception):
@@ -46,13 +61,17 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
+    """kind: aserve or vllm. {port} in the command is filled in at each start."""
+
     name: str
+    kind: str
     command: list[str]
     environment: dict[str, str]
+    streams: tuple[int, ...]
 
 
-def servers(arguments: argparse.Namespace, model: Path) -> dict[str, Server]:
-    """Every server that can be asked for. {port} in a command is filled in at each start."""
+def servers(arguments: argparse.Namespace, model: Path) -> list[Server]:
+    """What --servers asks for, in its order. Raises ValueError, which names what is wrong."""
     vllm = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
         "--load-format", "dummy", "--max-model-len", "8192", "--max-num-seqs", "256", "--host", "127.0.0.1",
@@ -67,12 +86,43 @@ def servers(arguments: argparse.Namespace, model: Path) -> dict[str, Server]:
     ]  # fmt: skip
     theirs = vllm_environment(arguments.vllm_site)
     ours = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
-    known = [
-        Server("aserve", aserve, ours),
-        Server("vllm", [*vllm, "--api-server-count", "1"], theirs),
-        Server("vllm4", [*vllm, "--api-server-count", "4"], theirs),
-    ]
-    return {server.name: server for server in known}
+    commands = {
+        "aserve": aserve,
+        "vllm": [*vllm, "--api-server-count", "1"],
+        "vllm4": [*vllm, "--api-server-count", "4"],
+    }
+    many = tuple(streams for streams in arguments.streams if streams >= MANY_STREAMS)
+    found = []
+    for spec in arguments.servers:
+        name, streams, more = parse_spec(spec)
+        base = name.split()[0] if name else ""
+        if base not in commands:
+            raise ValueError(f"{spec!r}: a server's name begins with one of {', '.join(commands)}")
+        kind = "aserve" if base == "aserve" else "vllm"
+        usual = many if base == "vllm4" else tuple(arguments.streams)
+        found.append(
+            Server(
+                name,
+                kind,
+                [*commands[base], *more],
+                ours if kind == "aserve" else theirs,
+                usual if streams is None else streams,
+            )
+        )
+    return found
+
+
+def parse_spec(spec: str) -> tuple[str, tuple[int, ...] | None, list[str]]:
+    """NAME[@STREAMS][:ARGUMENTS] as name, streams (None: the usual ones) and arguments. Raises ValueError."""
+    head, _, more = spec.partition(":")
+    name, at, streams = head.partition("@")
+    try:
+        numbers = tuple(int(number) for number in streams.split(",") if number.strip())
+    except ValueError:
+        numbers = (0,)
+    if any(number < 1 for number in numbers):
+        raise ValueError(f"{spec!r}: after @ come numbers of streams, with commas between them")
+    return name.strip(), numbers if at else None, shlex.split(more)
 
 
 def vllm_environment(site: str) -> dict[str, str]:
@@ -90,11 +140,12 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Start:
-    """Seconds from the start of the process."""
+    """Seconds from the start of the process. compiled: its log tells of kernels that were not on disk yet."""
 
     server: str
     ready_s: float = 0.0
     first_token_s: float = 0.0
+    compiled: bool = False
 
 
 @contextmanager
@@ -112,9 +163,9 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, Start]]:
         start = Start(server.name)
         while not is_healthy(url):
             if process.poll() is not None:
-                raise Failed(f"{server.name} ended before it was ready:\n{log.read_text()[-2000:]}")
+                raise Failed(f"{server.name} ended before it was ready:\n{tail(log)}")
             if time.monotonic() - started_s > READY_S_MAX:
-                raise Failed(f"{server.name} was not ready after {READY_S_MAX} s:\n{log.read_text()[-2000:]}")
+                raise Failed(f"{server.name} was not ready after {READY_S_MAX} s:\n{tail(log)}")
             time.sleep(0.05)
         start.ready_s = time.monotonic() - started_s
         body = {"model": "m", "prompt": "one", "max_tokens": 1}
@@ -123,6 +174,7 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, Start]]:
         )
         urllib.request.urlopen(asked, timeout=120).read()
         start.first_token_s = time.monotonic() - started_s
+        start.compiled = any(mark in log.read_text(errors="replace") for mark in COMPILED)
         yield url, start
     finally:
         end_group(process)
@@ -132,6 +184,10 @@ def is_healthy(url: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
         return int(answer.status) == 200
     return False
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
 
 
 def end_group(process: "subprocess.Popen[Any]") -> None:
@@ -149,37 +205,76 @@ def end_group(process: "subprocess.Popen[Any]") -> None:
 # --- the client
 
 
-class Client:
-    """One ``vllm_client.py``."""
+class Clients:
+    """The processes of one ``vllm_client.py``, which comes up on its own: ``ready`` waits for it."""
 
-    def __init__(self, environment: dict[str, str], python: str, log: Path) -> None:
-        with log.open("w") as errors:
+    def __init__(self, number: int, environment: dict[str, str], python: str, log: Path) -> None:
+        pairs = [socket.socketpair() for _ in range(number)]
+        theirs = [their.fileno() for _, their in pairs]
+        with log.open("w") as output:
             self._process = subprocess.Popen(
-                [python, str(Path(__file__).with_name("vllm_client.py"))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-                env=environment | {"OMP_NUM_THREADS": "1"},
+                [python, str(Path(__file__).with_name("vllm_client.py")), *map(str, theirs)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=environment | {"OMP_NUM_THREADS": "1"}, pass_fds=theirs,
             )  # fmt: skip
         self._log = log
+        self._lines: list[TextIOWrapper] = []
+        for ours, their in pairs:
+            their.close()
+            with ours:  # the file keeps it open
+                self._lines.append(ours.makefile("rw"))
+        self._is_ready = False
 
-    def ask(self, arguments: Sequence[str]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(arguments) + "\n")
-        self._process.stdin.flush()
+    def ready(self) -> None:
+        """Blocks until vLLM is imported. Raises Failed."""
+        if not self._is_ready:
+            for lines in self._lines:
+                self._read(lines)
+            self._is_ready = True
 
-    def answer(self) -> str:
-        """The next line. Raises Failed if the client has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+    def run(self, arguments: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        """The answers of as many clients as there are lists of ``arguments``, which send together. Raises Failed."""
+        self.ready()
+        used = self._lines[: len(arguments)]
+        for lines, its in zip(used, arguments, strict=True):
+            self._write(lines, json.dumps(its))
+        first = [self._read(lines) for lines in used]
+        errors = [line for line in first if line != "prepared\n"]
+        prepared = [lines for lines, line in zip(used, first, strict=True) if line == "prepared\n"]
+        for lines in prepared:
+            self._write(lines, "no" if errors else "go")
+        answers = [json.loads(line) for line in [*errors, *(self._read(lines) for lines in prepared)]]
+        for answer in answers:
+            if "error" in answer or answer["failed"]:
+                raise Failed(f"the client failed: {answer.get('error') or answer['errors']}")
+        return answers
+
+    def _write(self, lines: TextIOWrapper, line: str) -> None:
+        try:
+            lines.write(line + "\n")
+            lines.flush()
+        except OSError:
+            raise Failed(f"the client has ended:\n{tail(self._log)}") from None
+
+    def _read(self, lines: TextIOWrapper) -> str:
+        try:
+            line = lines.readline()
+        except OSError:
+            line = ""
         if not line:
-            raise Failed(f"the client has ended:\n{self._log.read_text()[-2000:]}")
+            raise Failed(f"the client has ended:\n{tail(self._log)}")
         return line
 
     def close(self) -> None:
         end_group(self._process)
+        for lines in self._lines:
+            with suppress(OSError):
+                lines.close()
 
 
 def drive(
-    clients: Sequence[Client],
+    clients: Clients,
+    number: int,
     url: str,
     model: Path,
     *,
@@ -189,23 +284,20 @@ def drive(
     lengths: tuple[int, int],
     more: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """One run over all ``clients``, which share streams and requests; the answer of each."""
-    for number, client in enumerate(clients):
-        client.ask(
+    """One run over so many of the clients, which share streams and requests; the answer of each."""
+    return clients.run(
+        [
             [
                 "--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", "m",
                 "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", str(lengths[0]),
-                "--random-output-len", str(lengths[1]), "--num-prompts", str(max(1, requests // len(clients))),
-                "--max-concurrency", str(max(1, streams // len(clients))), "--request-rate", "inf", "--ignore-eos",
-                "--seed", str(seed + number), "--disable-tqdm", "--save-detailed", "--ready-check-timeout-sec", "0",
+                "--random-output-len", str(lengths[1]), "--num-prompts", str(max(1, requests // number)),
+                "--max-concurrency", str(max(1, streams // number)), "--request-rate", "inf", "--ignore-eos",
+                "--seed", str(seed + client), "--disable-tqdm", "--save-detailed", "--ready-check-timeout-sec", "0",
                 *more,
             ]
-        )  # fmt: skip
-    answers = [json.loads(client.answer()) for client in clients]
-    for answer in answers:
-        if "error" in answer or answer["failed"]:
-            raise Failed(f"the client failed: {answer.get('error') or answer['errors']}")
-    return answers
+            for client in range(number)
+        ]
+    )  # fmt: skip
 
 
 # --- figures
@@ -252,52 +344,170 @@ class Point:
         )
 
 
+FIGURES: Final = {
+    "ttft_p50": "TTFT p50 ms", "ttft_p99": "TTFT p99 ms", "tpot_p50": "TPOT p50 ms", "itl_p99": "ITL p99 ms",
+    "tokens_per_s": "tokens/s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A figure of aserve's as so many ``times`` better than the best of vLLM's, or within ``limit``.
+
+    An aim is what comes after the gates.
+    """
+
+    figure: str
+    times: float = 1.0
+    limit: float | None = None
+    is_aim: bool = False
+
+    def wanted(self) -> str:
+        sign = "≥" if self.figure == "tokens_per_s" else "≤"
+        if self.limit is not None:
+            return f"{sign} {self.limit:g}"
+        return f"{sign} {self.times:g}x vLLM's" if self.times != 1.0 else f"{sign} vLLM's"
+
+    def is_met(self, ours: float, theirs: float | None) -> bool | None:
+        """None: there is nothing of vLLM's to hold it against."""
+        if self.limit is not None:
+            return ours >= self.limit if self.figure == "tokens_per_s" else ours <= self.limit
+        return None if theirs is None else times_better(self.figure, ours, theirs) >= self.times
+
+
+def times_better(figure: str, ours: float, theirs: float) -> float:
+    """Above 1, ours is ahead."""
+    better, worse = (ours, theirs) if figure == "tokens_per_s" else (theirs, ours)
+    return better / worse if worse else float("inf")
+
+
+_NO_LATER: Final = (Gate("ttft_p50"), Gate("ttft_p99"))
+GATES: Final[dict[tuple[str, int], tuple[Gate, ...]]] = {
+    ("llama8b", 1): (
+        Gate("tpot_p50"),
+        Gate("tpot_p50", limit=4.5),
+        Gate("tpot_p50", limit=3.9, is_aim=True),
+        Gate("ttft_p50", limit=16, is_aim=True),
+    ),
+    ("llama8b", 16): (Gate("tpot_p50"), Gate("tpot_p50", limit=4.5, is_aim=True)),
+    ("llama8b", 64): (
+        Gate("tpot_p50"),
+        Gate("tokens_per_s"),
+        *_NO_LATER,
+        Gate("tokens_per_s", limit=7760, is_aim=True),
+        Gate("itl_p99", limit=15, is_aim=True),
+    ),
+    ("llama1b", 1): (
+        Gate("tpot_p50"),
+        Gate("tpot_p50", limit=1.05),
+        Gate("tpot_p50", limit=0.8, is_aim=True),
+        Gate("ttft_p50", limit=6, is_aim=True),
+    ),
+    ("llama1b", 64): (
+        Gate("tpot_p50"),
+        Gate("tokens_per_s", 1.8),
+        *_NO_LATER,
+        Gate("tokens_per_s", limit=30_000, is_aim=True),
+    ),
+    ("llama1b", 256): (
+        Gate("tpot_p50"),
+        Gate("tokens_per_s", 2.0),
+        *_NO_LATER,
+        Gate("tokens_per_s", limit=50_000, is_aim=True),
+    ),
+}
+"""By shape and streams, for one H200."""
+
+
 @dataclass(slots=True)
 class Report:
+    """seconds: what a server took them for, in order. A figure of several runs of a point is their median."""
+
     shape: str
     lengths: tuple[int, int]
     about: dict[str, str]
     starts: list[Start] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
+    seconds: list[tuple[str, str, float]] = field(default_factory=list)
 
     def markdown(self) -> str:
         about = ", ".join(f"{key} {value}" for key, value in self.about.items())
         lines = [f"{self.shape}, {self.lengths[0]} tokens in, {self.lengths[1]} out; {about}", ""]
-        lines += ["| server | start to ready s | to first token s |", "|---|---|---|"]
-        lines += [f"| {start.server} | {start.ready_s:.1f} | {start.first_token_s:.1f} |" for start in self.starts]
+        lines += ["| server | kernels | start to ready s | to first token s |", "|---|---|---|---|"]
+        for start in self.starts:
+            kernels = "compiled" if start.compiled else "on disk"
+            lines.append(f"| {start.server} | {kernels} | {start.ready_s:.2f} | {start.first_token_s:.2f} |")
         lines += ["", "| streams | server | TTFT p50 ms | p99 | TPOT p50 | ITL p50 | p99 | tokens/s | client CPU |"]
         lines += ["|---" * 9 + "|"]
-        for point in sorted(self.points, key=lambda point: (point.streams, point.server, point.run)):
+        names = list(dict.fromkeys(point.server for point in self.points))
+        for point in sorted(self.points, key=lambda point: (point.streams, names.index(point.server), point.run)):
             lines.append(
                 f"| {point.streams} | {point.server} | {point.ttft_p50:.1f} | {point.ttft_p99:.1f} "
                 f"| {point.tpot_p50:.2f} | {point.itl_p50:.2f} | {point.itl_p99:.2f} | {point.tokens_per_s:.0f} "
                 f"| {point.client_cpu:.0%} |"
             )
-        lines += ["", *self._ratios()]
-        lines += [f"not run: {what}" for what in self.not_run]
+        for block in (self._ratios(), self._gates(), self._seconds(), [f"not run: {what}" for what in self.not_run]):
+            lines += ["", *block] if block else []
         return "\n".join(lines)
 
     def _ratios(self) -> list[str]:
-        """How many times better aserve is; above 1 is ahead. Of several runs the best of each."""
-        lines = ["| streams | against | TTFT p50 | TTFT p99 | TPOT | ITL p99 | tokens/s |", "|---" * 7 + "|"]
+        """How many times better each setting of aserve is; above 1 is ahead."""
+        lines = []
         for streams in sorted({point.streams for point in self.points}):
-            ours = self._best("aserve", streams)
-            for name in dict.fromkeys(point.server for point in self.points if point.server != "aserve"):
-                theirs = self._best(name, streams)
-                if ours is None or theirs is None:
-                    continue
-                times = [
-                    f"{getattr(theirs, what) / getattr(ours, what):.2f}x" if getattr(ours, what) else ""
-                    for what in ("ttft_p50", "ttft_p99", "tpot_p50", "itl_p99")
-                ]
-                rate = ours.tokens_per_s / theirs.tokens_per_s
-                lines.append(f"| {streams} | {name} | {' | '.join(times)} | {rate:.2f}x |")
-        return lines if len(lines) > 2 else []
+            for name in self._names("aserve", streams):
+                for other in self._names("vllm", streams):
+                    ratios = [
+                        times_better(figure, self._figure(name, streams, figure), self._figure(other, streams, figure))
+                        for figure in FIGURES
+                    ]
+                    lines.append(f"| {streams} | {name} | {other} | {' | '.join(f'{x:.2f}x' for x in ratios)} |")
+        head = ["| streams | ahead | of | " + " | ".join(FIGURES.values()) + " |", "|---" * 8 + "|"]
+        return [*head, *lines] if lines else []
 
-    def _best(self, server: str, streams: int) -> Point | None:
-        runs = [point for point in self.points if (point.server, point.streams) == (server, streams)]
-        return max(runs, key=lambda point: point.tokens_per_s, default=None)
+    def _gates(self) -> list[str]:
+        """Each setting of aserve at its points, against the best of vLLM's servers; and what none of them met."""
+        lines = ["| streams | server | figure | wanted | aserve | vLLM's best | |", "|---" * 7 + "|"]
+        unmet, unknown = [], []
+        for (shape, streams), gates in GATES.items():
+            if shape != self.shape:
+                continue
+            for gate in gates:
+                best = max if gate.figure == "tokens_per_s" else min
+                theirs = best(
+                    (self._figure(n, streams, gate.figure) for n in self._names("vllm", streams)), default=None
+                )
+                verdicts = []
+                for name in self._names("aserve", streams):
+                    ours = self._figure(name, streams, gate.figure)
+                    verdicts.append(gate.is_met(ours, theirs))
+                    verdict = {True: "met", False: "missed", None: "nothing to compare"}[verdicts[-1]]
+                    lines.append(
+                        f"| {streams} | {name} | {FIGURES[gate.figure]} | {gate.wanted()} | {ours:.5g} "
+                        f"| {'' if theirs is None else f'{theirs:.5g}'} | {'aim ' * gate.is_aim}{verdict} |"
+                    )
+                if not gate.is_aim and True not in verdicts:
+                    known = unmet if False in verdicts else unknown
+                    known.append(f"{FIGURES[gate.figure]} {gate.wanted()} at {streams}")
+        if len(lines) == 2:
+            return []
+        told = [f"gates that no setting met: {'; '.join(unmet) or 'none'}"]
+        return [*lines, "", *told, *([f"gates not measured: {'; '.join(unknown)}"] if unknown else [])]
+
+    def _seconds(self) -> list[str]:
+        lines = []
+        for server in dict.fromkeys(server for server, *_ in self.seconds):
+            parts = [(what, took_s) for name, what, took_s in self.seconds if name == server]
+            told = ", ".join(f"{what} {took_s:.1f}" for what, took_s in parts)
+            lines.append(f"seconds of {server}: {sum(took_s for _, took_s in parts):.1f} ({told})")
+        return lines
+
+    def _names(self, kind: str, streams: int) -> list[str]:
+        found = (point.server for point in self.points if point.streams == streams and point.server.startswith(kind))
+        return list(dict.fromkeys(found))
+
+    def _figure(self, server: str, streams: int, figure: str) -> float:
+        return float(median(getattr(p, figure) for p in self.points if (p.server, p.streams) == (server, streams)))
 
 
 def about_the_machine(vllm_site: str) -> dict[str, str]:
@@ -309,6 +519,10 @@ def about_the_machine(vllm_site: str) -> dict[str, str]:
     with suppress(OSError, subprocess.CalledProcessError):
         commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         found["aserve"] = subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
+    found["Python"] = platform.python_version()
+    for package in ("torch", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
     for folder in Path(vllm_site).expanduser().glob("vllm-*.dist-info"):
         found["vLLM"] = folder.name.removeprefix("vllm-").removesuffix(".dist-info")
     return found
@@ -317,15 +531,36 @@ def about_the_machine(vllm_site: str) -> dict[str, str]:
 # --- the run
 
 
-def measure(arguments: argparse.Namespace, report: Report, model: Path, clients: Sequence[Client]) -> None:
-    """Each server in turn: its start, a warm-up, its points, and further starts where they were asked for."""
+class Stopwatch:
+    """Adds to a report what the time since the last lap went to."""
+
+    def __init__(self, report: Report, server: str) -> None:
+        self._report = report
+        self._server = server
+        self._at_s = time.monotonic()
+
+    def lap(self, what: str) -> None:
+        now_s = time.monotonic()
+        self._report.seconds.append((self._server, what, round(now_s - self._at_s, 2)))
+        self._at_s = now_s
+
+
+def measure(
+    arguments: argparse.Namespace, report: Report, model: Path, order: Sequence[Server], clients: Clients
+) -> None:
+    """Each server in turn: its start, a warm-up, its points. One that fails does not end the run."""
     deadline_s = time.monotonic() + arguments.deadline
-    known = servers(arguments, model)
-    for name in arguments.servers:
+    expected_s = dict(EXPECTED_START_S)
+    for server in order:
+        if time.monotonic() + expected_s[server.kind] > deadline_s:
+            points = " at " + ", ".join(map(str, server.streams)) + " streams" if server.streams else ", its start"
+            report.not_run.append(server.name + points)
+            continue
         try:
-            measure_one(arguments, report, known[name], model, clients, deadline_s)
+            measure_one(arguments, report, server, model, clients, deadline_s)
+            expected_s[server.kind] = report.starts[-1].ready_s
         except (Failed, OSError) as error:
-            report.not_run.append(f"the rest of {name}: {error}")
+            report.not_run.append(f"the rest of {server.name}: {error}")
         save(report, arguments.out)
 
 
@@ -334,36 +569,41 @@ def measure_one(
     report: Report,
     server: Server,
     model: Path,
-    clients: Sequence[Client],
+    clients: Clients,
     deadline_s: float,
 ) -> None:
-    points = [(run, streams) for run in range(arguments.runs) for streams in arguments.streams]
-    if server.name == "vllm4":  # what more front ends are for
-        points = [(run, streams) for run, streams in points if streams >= MANY_STREAMS]
-    if time.monotonic() > deadline_s:
-        report.not_run.append(server.name)
-        return
-    with running(server, arguments.out / f"{server.name}.log") as (url, start):
+    lengths = (arguments.input, arguments.output)
+    before = sum(start.server == server.name for start in report.starts)
+    file = server.name.replace(" ", "-")
+    watch = Stopwatch(report, server.name)
+    with running(server, arguments.out / f"{file}.{before}.log") as (url, start):
         report.starts.append(start)
-        lengths = (arguments.input, arguments.output)
-        drive(clients, url, model, streams=4, requests=8, seed=7, lengths=lengths)
-        for run, streams in points:
-            if time.monotonic() > deadline_s:
-                report.not_run.append(f"{server.name} at {streams} streams")
-                continue
-            used = clients if streams >= MANY_STREAMS else clients[:1]
-            requests = min(max(8, streams * arguments.rounds), 1024)
-            seed = 10_000 * (run + 1) + 10 * streams
-            answers = drive(
-                used, url, model, streams=streams, requests=requests, seed=seed, lengths=lengths,
-                more=shlex.split(arguments.client_args),
+        watch.lap("start")
+        if server.streams:
+            clients.ready()
+            watch.lap("waiting for the clients")
+            streams, requests, tokens = WARM_UP
+            drive(
+                clients, arguments.clients, url, model, streams=streams, requests=requests, seed=7 + 100 * before,
+                lengths=(arguments.input, min(tokens, arguments.output)),
             )  # fmt: skip
-            report.points.append(Point.of(server.name, streams, run, answers))
-            (arguments.out / f"{report.shape}-{server.name}-{streams}-{run}.json").write_text(json.dumps(answers))
-            save(report, arguments.out)
-    for _ in range(arguments.restarts):
-        with running(server, arguments.out / f"{server.name}-again.log") as (_, start):
-            report.starts.append(start)
+            watch.lap("warm-up")
+        for run in range(arguments.runs):
+            for streams in server.streams:
+                if time.monotonic() > deadline_s:
+                    report.not_run.append(f"{server.name} at {streams} streams")
+                    continue
+                number = sum((p.server, p.streams) == (server.name, streams) for p in report.points)
+                answers = drive(
+                    clients, arguments.clients if streams >= MANY_STREAMS else 1, url, model, streams=streams,
+                    requests=min(max(8, streams * arguments.rounds), 1024), seed=10_000 * (number + 1) + 10 * streams,
+                    lengths=lengths, more=shlex.split(arguments.client_args),
+                )  # fmt: skip
+                report.points.append(Point.of(server.name, streams, number, answers))
+                (arguments.out / f"{report.shape}-{file}-{streams}-{number}.json").write_text(json.dumps(answers))
+                save(report, arguments.out)
+                watch.lap(f"x{streams}" + (f" run {run + 1}" if run else ""))
+    watch.lap("end")
 
 
 def save(report: Report, out: Path) -> None:
@@ -376,39 +616,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama1b")
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 64, 256))
-    parser.add_argument("--servers", nargs="+", choices=("aserve", "vllm", "vllm4"), default=("aserve", "vllm"))
+    parser.add_argument("--servers", nargs="+", default=("aserve", "vllm"), metavar="NAME[@STREAMS][:ARGUMENTS]")
     parser.add_argument("--vllm-site", default="~/vllm-site", help="the folder that vLLM was installed into")
     parser.add_argument("--client-python", default=sys.executable, help="a Python that has vLLM, for the client")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--input", type=int, default=512)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=4, help="requests a stream, 8 at least and 1,024 at most in all")
-    parser.add_argument("--runs", type=int, default=1, help="of each point")
+    parser.add_argument("--runs", type=int, default=1, help="of each point at each start of a server")
     parser.add_argument("--clients", type=int, default=4, help=f"client processes at {MANY_STREAMS} streams and more")
-    parser.add_argument("--restarts", type=int, default=0, help="further starts of each server, with warm caches")
-    parser.add_argument("--deadline", type=float, default=480, help="seconds after which no further point begins")
-    parser.add_argument("--aserve-args", default="", help="further arguments of aserve, in one string")
-    parser.add_argument("--vllm-args", default="", help="further arguments of vLLM, in one string")
+    parser.add_argument("--deadline", type=float, default=480, help="seconds after which nothing further begins")
+    parser.add_argument("--aserve-args", default="", help="further arguments of every aserve, in one string")
+    parser.add_argument("--vllm-args", default="", help="further arguments of every vLLM, in one string")
     parser.add_argument("--client-args", default="", help='further arguments of the client, such as "--temperature 0"')
     arguments = parser.parse_args()
     # A run that is told to end takes its servers along: the exception passes through ``running``.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     arguments.out = arguments.out.resolve()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report = Report(arguments.shape, (arguments.input, arguments.output), about_the_machine(arguments.vllm_site))
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), arguments.shape)
-        environment = vllm_environment(arguments.vllm_site)
-        clients = []
-        for number in range(arguments.clients):
-            client = Client(environment, arguments.client_python, arguments.out / f"client{number}.log")
-            stack.callback(client.close)
-            clients.append(client)
-        for client in clients:
-            client.answer()
         try:
-            measure(arguments, report, model, clients)
+            order = servers(arguments, model)
+        except ValueError as error:
+            parser.error(str(error))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        environment = vllm_environment(arguments.vllm_site)
+        clients = Clients(arguments.clients, environment, arguments.client_python, arguments.out / "clients.log")
+        report = Report(arguments.shape, (arguments.input, arguments.output), {})
+        try:
+            report.about.update(about_the_machine(arguments.vllm_site))
+            measure(arguments, report, model, order, clients)
         finally:
+            clients.close()
             save(report, arguments.out)
             sys.stdout.write(report.markdown() + "\n")
     return 1 if report.not_run else 0

@@ -1,13 +1,19 @@
-"""vLLM's load generator as a process that lasts, for ``compare_vllm.py``: one import of vLLM, many runs.
+"""vLLM's load generator as processes that last, for ``compare_vllm.py``: one import of vLLM, many runs.
 
-Reads a list of ``vllm bench serve`` arguments a line and answers with one line of JSON each: the requests' figures in
-seconds, by the host's monotonic clock, and the share of a core that the client took.
+    vllm_client.py FD [FD ...]
+
+Imports vLLM and becomes one process a descriptor, which is a socket, and says "ready" on each. Then, run by run: a line
+of ``vllm bench serve`` arguments as JSON comes in; "prepared" goes out when the prompts are made; on "go" the requests
+are sent, so that several clients begin together; one line of JSON goes out: the requests' figures in seconds, by the
+host's monotonic clock, and the share of a core that the client took. Anything but "go" calls the run off.
 """
 
 import json
 import os
+import socket
 import sys
 import time
+from io import TextIOWrapper
 from typing import Any
 
 
@@ -30,26 +36,50 @@ def figures(result: dict[str, Any], cpu: float) -> dict[str, Any]:
     }
 
 
+def serve_runs(serve: Any, parser: Any, lines: TextIOWrapper) -> None:
+    """Runs asked for on ``lines``, until their other end is closed. serve: vLLM's module of that name."""
+    send_all, cpu = serve.benchmark, 0.0
+
+    async def send_all_on_go(*args: Any, **kwargs: Any) -> Any:
+        nonlocal cpu
+        lines.write("prepared\n")
+        if lines.readline() != "go\n":
+            raise RuntimeError("called off")
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        result = await send_all(*args, **kwargs)
+        cpu = (time.process_time() - started_cpu_s) / (time.perf_counter() - started_s)
+        return result
+
+    serve.benchmark = send_all_on_go
+    lines.write("ready\n")
+    while line := lines.readline():
+        try:
+            answer = figures(serve.main(parser.parse_args(json.loads(line))), cpu)
+        except (Exception, SystemExit) as error:  # the latter from arguments that vLLM does not know
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        lines.write(json.dumps(answer) + "\n")
+
+
 def main() -> int:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM prints tables
+    ends = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
-    answers.write("ready\n")
-    for line in sys.stdin:
-        arguments = parser.parse_args(json.loads(line))
-        started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        try:
-            result = serve.main(arguments)
-            cpu = (time.process_time() - started_cpu_s) / (time.perf_counter() - started_s)
-            answer = figures(result, cpu)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-    return 0
+    for end in ends:
+        if os.fork() == 0:
+            for other in ends:
+                if other is not end:
+                    other.close()
+            with end, end.makefile("rw") as lines:
+                lines.reconfigure(line_buffering=True)
+                serve_runs(serve, parser, lines)
+            return 0
+    for end in ends:
+        end.close()
+    return max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in ends)
 
 
 if __name__ == "__main__":
