@@ -63,6 +63,12 @@ def test_an_unknown_server_is_refused_by_name() -> None:
         servers(asked("sglang"), Path("model"))
 
 
+def test_a_name_stands_for_one_setting() -> None:
+    """Its points would be put together."""
+    with pytest.raises(ValueError, match="aserve 4k is named before with other arguments"):
+        servers(asked("aserve 4k:--chunks 4096", "aserve", "aserve", "aserve 4k:--chunks 8192"), Path("model"))
+
+
 def test_servers_keep_their_order_and_their_own_points() -> None:
     """The order is what a deadline cuts from behind."""
     found = servers(asked("aserve", "vllm4", "aserve 4096@64:--chunks 4096", "vllm@"), Path("model"))

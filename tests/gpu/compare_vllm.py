@@ -42,6 +42,8 @@ from make_models import SHAPES, write_model
 
 ROOT: Final = Path(__file__).parents[2]
 READY_S_MAX: Final = 180
+CLIENT_S_MAX: Final = 120
+"""No import of vLLM and no point takes longer."""
 MANY_STREAMS: Final = 64
 """From here on the requests come from several client processes: one would be the bottleneck."""
 WARM_UP: Final = (16, 32, 64)
@@ -53,7 +55,11 @@ COMPILED: Final = ("kernels compiled in", "Compiling a graph for")
 
 
 class Failed(Exception):
-    """A server or a client of the comparison did not do its part; the others go on."""
+    """A server of the comparison, or a run, did not do its part; the others go on."""
+
+
+class ClientLost(Exception):
+    """Nothing more can be measured."""
 
 
 # --- servers
@@ -92,7 +98,7 @@ def servers(arguments: argparse.Namespace, model: Path) -> list[Server]:
         "vllm4": [*vllm, "--api-server-count", "4"],
     }
     many = tuple(streams for streams in arguments.streams if streams >= MANY_STREAMS)
-    found = []
+    found: list[Server] = []
     for spec in arguments.servers:
         name, streams, more = parse_spec(spec)
         base = name.split()[0] if name else ""
@@ -100,11 +106,14 @@ def servers(arguments: argparse.Namespace, model: Path) -> list[Server]:
             raise ValueError(f"{spec!r}: a server's name begins with one of {', '.join(commands)}")
         kind = "aserve" if base == "aserve" else "vllm"
         usual = many if base == "vllm4" else tuple(arguments.streams)
+        command = [*commands[base], *more]
+        if any(other.name == name and other.command != command for other in found):
+            raise ValueError(f"{spec!r}: {name} is named before with other arguments")
         found.append(
             Server(
                 name,
                 kind,
-                [*commands[base], *more],
+                command,
                 ours if kind == "aserve" else theirs,
                 usual if streams is None else streams,
             )
@@ -221,19 +230,23 @@ class Clients:
         self._lines: list[TextIOWrapper] = []
         for ours, their in pairs:
             their.close()
+            ours.settimeout(CLIENT_S_MAX)
             with ours:  # the file keeps it open
                 self._lines.append(ours.makefile("rw"))
         self._is_ready = False
 
     def ready(self) -> None:
-        """Blocks until vLLM is imported. Raises Failed."""
+        """Blocks until vLLM is imported. Raises ClientLost."""
         if not self._is_ready:
             for lines in self._lines:
                 self._read(lines)
             self._is_ready = True
 
     def run(self, arguments: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-        """The answers of as many clients as there are lists of ``arguments``, which send together. Raises Failed."""
+        """The answers of as many clients as there are lists of ``arguments``, which send together.
+
+        Raises Failed if requests did, ClientLost.
+        """
         self.ready()
         used = self._lines[: len(arguments)]
         for lines, its in zip(used, arguments, strict=True):
@@ -254,7 +267,7 @@ class Clients:
             lines.write(line + "\n")
             lines.flush()
         except OSError:
-            raise Failed(f"the client has ended:\n{tail(self._log)}") from None
+            raise ClientLost(f"the client has ended or is silent:\n{tail(self._log)}") from None
 
     def _read(self, lines: TextIOWrapper) -> str:
         try:
@@ -262,7 +275,7 @@ class Clients:
         except OSError:
             line = ""
         if not line:
-            raise Failed(f"the client has ended:\n{tail(self._log)}")
+            raise ClientLost(f"the client has ended or is silent:\n{tail(self._log)}")
         return line
 
     def close(self) -> None:
@@ -468,7 +481,8 @@ class Report:
     def _gates(self) -> list[str]:
         """Each setting of aserve at its points, against the best of vLLM's servers; and what none of them met."""
         lines = ["| streams | server | figure | wanted | aserve | vLLM's best | |", "|---" * 7 + "|"]
-        unmet, unknown = [], []
+        unmet: list[str] = []
+        unknown: list[str] = []
         for (shape, streams), gates in GATES.items():
             if shape != self.shape:
                 continue
@@ -559,6 +573,9 @@ def measure(
         try:
             measure_one(arguments, report, server, model, clients, deadline_s)
             expected_s[server.kind] = report.starts[-1].ready_s
+        except ClientLost as error:
+            report.not_run.append(f"{server.name} and all behind it: {error}")
+            return
         except (Failed, OSError) as error:
             report.not_run.append(f"the rest of {server.name}: {error}")
         save(report, arguments.out)

@@ -1,11 +1,13 @@
 """The event loop under load on the GPU: lag, CPU a token by stage, launch times, and how idle the GPU is.
 
     python tests/gpu/loop_health.py [--shape llama1b] [--streams 1 16 64 256] [--policies sync overlap late]
+    python tests/gpu/loop_health.py --shape llama8b --streams 1 16 64 --policies overlap --tokens 192
     python tests/gpu/loop_health.py --device cpu --shape tiny --streams 1 8 --tokens 32 --max-num-seqs 8
 
 The whole server in this process, driven over SSE by ``loadgen`` in others; one model is loaded once and served under
 each policy in turn. Each point is measured in one run, and once more for half a second under torch's profiler, which
-tells for how much of the time no kernel ran. CPU is this process's alone; stages by samples of its CPU time.
+tells for how much of the time no kernel ran. CPU is this process's alone; stages by samples of its CPU time. A launch
+is a step's time in ``Runner.launch``, which holds the loop; those of rows alone, without prompts, are told apart.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -57,25 +59,30 @@ DEVICE_STAGES: Final = {
 }
 MANY_STREAMS: Final = 64
 PROFILE_S: Final = 0.5
+LAUNCH_MS_AIM: Final = 0.5
+"""At p99."""
 
 
 class TimedRunner(KeptRunner):
-    """Notes how long each launch held the loop."""
+    """Notes how long each launch held the loop, and of which steps: with prompts or of rows alone."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self.launches_s: list[float] = []
+        self.launches_s: list[tuple[float, bool]] = []
 
     def launch(self, plan: BatchPlan) -> Flight:
         started_s = time.perf_counter()
         flight = super().launch(plan)
-        self.launches_s.append(time.perf_counter() - started_s)
+        self.launches_s.append((time.perf_counter() - started_s, bool(plan.chunks)))
         return flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of one policy at so many streams. cpu_us: of this process a token, and by stage."""
+    """Of one policy at so many streams. cpu_us: of this process a token, and by stage.
+
+    rows_*: of steps without prompts.
+    """
 
     policy: str
     streams: int
@@ -87,6 +94,8 @@ class Point:
     lag_ms_p99: float
     launch_ms_p50: float
     launch_ms_p99: float
+    launch_ms_max: float
+    rows_launch_ms_p99: float
     cpu_us: float
     cpu_us_by_stage: dict[str, float]
     looks_a_step: float
@@ -108,7 +117,10 @@ async def load(url: str, streams: int, tokens: int, *, rounds: int, seed: int) -
 
 
 async def run_loadgen(url: str, *flags: str) -> dict[str, Any]:
-    """``loadgen run`` in a process of its own, which ignores ends of sequences. Returns what it found."""
+    """``loadgen run`` in a process of its own, which ignores ends of sequences and ends with the call.
+
+    Returns what it found.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "loadgen.json"
         process = await asyncio.create_subprocess_exec(
@@ -116,7 +128,13 @@ async def run_loadgen(url: str, *flags: str) -> dict[str, Any]:
             "--json", str(result),
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
-        if await process.wait():
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:  # cancelled
+                process.terminate()
+                await process.wait()
+        if code:
             raise SystemExit("requests failed: see above")
         found: dict[str, Any] = json.loads(result.read_text())
         return found
@@ -169,7 +187,8 @@ async def measure(
     cpu_s = time.process_time() - started_cpu_s
     sampler.stop()
     await watch.aclose()
-    launches_s, after, lag = list(runner.launches_s), engine.statistics(), watch.statistics()
+    launches, after, lag = list(runner.launches_s), engine.statistics(), watch.statistics()
+    launches_s = [took_s for took_s, _ in launches]
     num_tokens = max(1, after.generation_tokens - before.generation_tokens)
     num_steps = max(1, after.num_steps - before.num_steps)
     looks = after.runner.get("event_looks", 0) - before.runner.get("event_looks", 0)
@@ -186,6 +205,8 @@ async def measure(
         lag_ms_p99=lag.p99_ms,
         launch_ms_p50=quantile(launches_s, 0.5) * 1e3,
         launch_ms_p99=quantile(launches_s, 0.99) * 1e3,
+        launch_ms_max=max(launches_s, default=0.0) * 1e3,
+        rows_launch_ms_p99=quantile([took_s for took_s, has_prompts in launches if not has_prompts], 0.99) * 1e3,
         cpu_us=cpu_us,
         cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
         looks_a_step=looks / num_steps,
@@ -214,7 +235,11 @@ async def gpu_idle(engine: Engine, url: str, streams: int, tokens: int) -> float
     profiler.start()
     await asyncio.sleep(PROFILE_S)
     profiler.stop()
-    await loading
+    loading.cancel()  # at one stream of 8B the rest would take long
+    with suppress(asyncio.CancelledError):
+        await loading
+    while engine.statistics().num_running:  # noqa: ASYNC110  # those that loadgen has left
+        await asyncio.sleep(0.02)
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
@@ -237,17 +262,19 @@ def idle_share(spans: Sequence[tuple[int, int]]) -> float | None:
 def table(points: Sequence[Point]) -> str:
     lines = [
         "| policy | streams | tokens/s | gap ms p50 | p99 | rows a step | loop lag ms p50 | p99 | launch ms p50 | p99 "
-        "| CPU µs a token | looks a step | GPU idle |",
-        "|---" * 13 + "|",
+        "| max | p99 of rows | CPU µs a token | looks a step | GPU idle |",
+        "|---" * 15 + "|",
     ]
     for point in points:
         idle = "" if point.gpu_idle is None else f"{point.gpu_idle:.1%}"
         lines.append(
             f"| {point.policy} | {point.streams} | {point.tokens_per_s:.0f} | {point.gap_ms_p50:.2f} "
             f"| {point.gap_ms_p99:.2f} | {point.rows_a_step:.1f} | {point.lag_ms_p50:.2f} | {point.lag_ms_p99:.2f} "
-            f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} "
-            f"| {idle} |"
+            f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.launch_ms_max:.2f} "
+            f"| {point.rows_launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} | {idle} |"
         )
+    late = [f"{point.policy} at {point.streams}" for point in points if point.launch_ms_p99 > LAUNCH_MS_AIM]
+    lines += ["", f"launch p99 above {LAUNCH_MS_AIM} ms: {', '.join(late) or 'nowhere'}"]
     last = points[-1]
     stages = ", ".join(f"{stage} {us:.1f}" for stage, us in last.cpu_us_by_stage.items())
     lines += ["", f"CPU µs a token by stage, {last.policy} at {last.streams} streams: {stages}"]
