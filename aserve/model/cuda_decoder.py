@@ -1,13 +1,14 @@
 """The dense decoder of ``decoder.py`` on a GPU: cuBLAS and the kernels beside this, everything in place and capturable.
 
 A forward reads and writes memory that was allocated at start, launches nothing that depends on a value, and asks the
-host for nothing: a CUDA graph of it serves any step of its size.
+host for nothing: a CUDA graph of it serves any step of its size. There are two forms of it: nine kernels a layer, the
+products by cuBLAS; and for decode steps of few rows six, whose products take norms, SiLU and the residual along.
 
 Shape suffixes: S sequences of the step, T tokens, R rows whose logits are wanted, A query heads, H kv heads,
 D head_dim, C hidden size, I intermediate size, J = 2 I, N columns of the QKV product, V vocabulary, P positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from aserve.model.kernels.activation import silu_mul
 from aserve.model.kernels.attention_chunks import mixed_attention
 from aserve.model.kernels.attention_decode import decode_attention
 from aserve.model.kernels.attention_plan import AttentionPlan
+from aserve.model.kernels.few_rows import MAX_ROWS, FewRowsProducts, Stream, can_read
 from aserve.model.kernels.matmul import batch_invariant_matmul
 from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
 from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
@@ -88,7 +90,7 @@ class StepDecoder(Protocol):
 
     def prepare(self, num_positions: int) -> None: ...
 
-    def allocate(self, num_tokens: int) -> Any: ...
+    def allocate(self, num_tokens: int, *, num_multiprocessors: int) -> Any: ...
 
     def forward(
         self,
@@ -107,8 +109,8 @@ class StepDecoder(Protocol):
 class Activations:
     """What a forward leaves on its way. Of the largest step; smaller ones use the first rows.
 
-    After a forward, ``residual`` and ``delta`` still hold the last layer's output, so that logits of other rows can be
-    had from them.
+    After a forward with chunks, ``residual`` and ``delta`` still hold the last layer's output, so that logits of other
+    rows can be had from them. few_rows: None where all steps take the long form.
     """
 
     residual_TC: Tensor
@@ -118,6 +120,7 @@ class Activations:
     attended_TAD: Tensor
     gate_up_TJ: Tensor
     product_TI: Tensor
+    few_rows: FewRowsProducts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,10 @@ class _Matrix:
             torch.mm(x_TK, self.weight_NK.t(), out_dtype=out_TN.dtype, out=out_TN)
         else:
             torch.mm(x_TK, self.weight_NK.t(), out=out_TN)
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight_NK, self.bias_N
 
     @property
     def num_bytes(self) -> int:
@@ -164,8 +171,20 @@ class _Layer:
 class CudaDecoder:
     """Weights on the device, and the forward over them."""
 
-    def __init__(self, config: ModelConfig, read: ReadTensor, *, dtype: torch.dtype, reference: bool = False) -> None:
-        """reference: a row's results do not depend on the batch; ``dtype`` has to be float32 then."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: ReadTensor,
+        *,
+        dtype: torch.dtype,
+        reference: bool = False,
+        short_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+    ) -> None:
+        """reference: a row's results do not depend on the batch; ``dtype`` has to be float32 then.
+
+        short_dtypes: those whose decode steps of few rows take the short form. float16 is not safe there: a residual
+        times a gain, before it is normalised, may be more than it holds.
+        """
         assert config.decoder is not None
         assert not reference or dtype == torch.float32
         self.config = config
@@ -180,6 +199,9 @@ class CudaDecoder:
         head_VC = self._embedding_VC if shape.tied_embeddings else read("lm_head.weight")
         self._head = _Matrix(head_VC, None, reference)
         self._rope_PD = torch.empty(0, shape.head_dim)
+        self.has_short_form = (
+            dtype in short_dtypes and not reference and all(can_read(each.weight_NK) for each in self._matrices())
+        )
 
     @property
     def kv_shape(self) -> KVShape:
@@ -200,12 +222,10 @@ class CudaDecoder:
     @property
     def weight_bytes(self) -> int:
         """Tied weights count once."""
-        matrices = [matrix for layer in self._layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         gains = [gain for layer in self._layers for gain in (layer.input_gain_C, layer.post_gain_C)]
         return (
-            self._embedding_VC.nbytes
-            + (0 if self.shape.tied_embeddings else self._head.num_bytes)
-            + sum(matrix.num_bytes for matrix in matrices)
+            sum(matrix.num_bytes for matrix in self._matrices())
+            + (0 if self.shape.tied_embeddings else self._embedding_VC.nbytes)
             + sum(gain.nbytes for gain in (*gains, self._gain_C))
         )
 
@@ -218,7 +238,7 @@ class CudaDecoder:
         frequencies_F = inverse_frequencies(rope, self.shape.head_dim).to(self.device)
         self._rope_PD = rope_table(frequencies_F, num_positions, rope.attention_factor)
 
-    def allocate(self, num_tokens: int) -> Activations:
+    def allocate(self, num_tokens: int, *, num_multiprocessors: int) -> Activations:
         """For steps of at most so many tokens."""
         shape = self.shape
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -226,6 +246,11 @@ class CudaDecoder:
         def zeros(*size: int) -> Tensor:
             return torch.zeros(num_tokens, *size, dtype=self.dtype, device=self.device)
 
+        few_rows = None
+        if self.has_short_form:
+            few_rows = FewRowsProducts(
+                num_channels=shape.hidden_size, num_multiprocessors=num_multiprocessors, device=self.device
+            )
         return Activations(
             residual_TC=zeros(shape.hidden_size),
             normed_TC=zeros(shape.hidden_size),
@@ -234,7 +259,12 @@ class CudaDecoder:
             attended_TAD=zeros(shape.num_heads, shape.head_dim),
             gate_up_TJ=zeros(2 * shape.intermediate_size),
             product_TI=zeros(shape.intermediate_size),
+            few_rows=few_rows,
         )
+
+    def _matrices(self) -> list[_Matrix]:
+        layers = [matrix for layer in self._layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [*layers, self._head]
 
     def forward(
         self,
@@ -249,6 +279,21 @@ class CudaDecoder:
 
         each_kind_once: leave out layers whose like has run: for a start, which only wants to see every kernel.
         """
+        layers = self._kinds if each_kind_once else self._layers
+        if memory.few_rows is not None and not step.has_chunks and len(step.token_ids_T) <= MAX_ROWS:
+            self._forward_few_rows(step, kv_layers, memory, memory.few_rows, layers, logits_SV=logits_SV)
+        else:
+            self._forward(step, kv_layers, memory, layers, logits_SV=logits_SV)
+
+    def _forward(
+        self,
+        step: ForwardTensors,
+        kv_layers: tuple[Tensor, ...],
+        memory: Activations,
+        layers: Sequence[_Layer],
+        *,
+        logits_SV: Tensor,
+    ) -> None:
         shape, eps = self.shape, self.shape.rms_norm_eps
         num_tokens = len(step.token_ids_T)
         residual_TC, normed_TC = memory.residual_TC[:num_tokens], memory.normed_TC[:num_tokens]
@@ -261,7 +306,6 @@ class CudaDecoder:
             step.token_ids_T, self._embedding_VC, self._layers[0].input_gain_C, eps,
             residual_TC=residual_TC, out_TC=normed_TC,
         )  # fmt: skip
-        layers = self._kinds if each_kind_once else self._layers
         for index, (layer, kv_layer) in enumerate(zip(layers, kv_layers, strict=False)):
             layer.qkv(normed_TC, out_TN=qkv_TN)
             rotate_and_cache(
@@ -277,6 +321,41 @@ class CudaDecoder:
             if index + 1 < len(layers):
                 add_rms_norm(residual_TC, delta_TC, layers[index + 1].input_gain_C, eps, out_TC=normed_TC)
         self.logits_of(step.last_rows_S, memory, logits_RV=logits_SV)
+
+    def _forward_few_rows(
+        self,
+        step: ForwardTensors,
+        kv_layers: tuple[Tensor, ...],
+        memory: Activations,
+        products: FewRowsProducts,
+        layers: Sequence[_Layer],
+        *,
+        logits_SV: Tensor,
+    ) -> None:
+        """Of a step without chunks, whose rows are its sequences."""
+        shape, eps = self.shape, self.shape.rms_norm_eps
+        num_rows = len(step.token_ids_T)
+        stream = Stream(residual_TC=memory.residual_TC[:num_rows], scaled_TC=memory.normed_TC[:num_rows])
+        qkv_TN, product_TI = memory.qkv_TN[:num_rows], memory.product_TI[:num_rows]
+        attended_TAD = memory.attended_TAD[:num_rows]
+        q_TAD = qkv_TN.view(num_rows, -1, shape.head_dim)[:, : shape.num_heads]
+        next_gains = [*(layer.input_gain_C for layer in layers[1:]), self._gain_C]
+
+        products.embed(step.token_ids_T, self._embedding_VC, layers[0].input_gain_C, stream=stream)
+        for layer, next_gain_C, kv_layer in zip(layers, next_gains, kv_layers, strict=False):
+            products.norm_product(stream, eps, *layer.qkv.weights, out_TN=qkv_TN)
+            rotate_and_cache(
+                qkv_TN, step.positions_T, step.slot_mapping_T, self._rope_PD, kv_layer, qk_norm_AHD=layer.qk_norm_AHD,
+                eps=eps, uses_rope=layer.uses_rope, early=products.early,
+            )  # fmt: skip
+            decode_attention(
+                q_TAD, kv_layer, step.block_tables_SB, step.plans[layer.window], scale=shape.head_dim**-0.5,
+                early=products.early, out_TAD=attended_TAD,
+            )  # fmt: skip
+            products.product_add(attended_TAD.view(num_rows, -1), *layer.o.weights, layer.post_gain_C, stream=stream)
+            products.norm_gate_up(stream, eps, *layer.gate_up.weights, out_TI=product_TI)
+            products.product_add(product_TI, *layer.down.weights, next_gain_C, stream=stream)
+        products.norm_product(stream, eps, *self._head.weights, out_TN=logits_SV)
 
     def logits_of(self, rows_R: Tensor, memory: Activations, *, logits_RV: Tensor) -> None:
         """The logits of some rows of the newest forward, float32. rows: int32."""

@@ -107,8 +107,8 @@ class CudaFallback:
     def prepare(self, num_positions: int) -> None:
         """Nothing: the module knows its positions."""
 
-    def allocate(self, num_tokens: int) -> StepLogits:
-        """For steps of at most so many tokens."""
+    def allocate(self, num_tokens: int, *, num_multiprocessors: int) -> StepLogits:
+        """For steps of at most so many tokens, on any device."""
         size = num_tokens, self.config.vocab_size
         return StepLogits(logits_TV=torch.zeros(size, dtype=self.dtype, device=self._module.device))
 
@@ -134,7 +134,8 @@ class CudaFallback:
     def try_out(self, num_multiprocessors: int) -> None:
         """Raises NotOnGpu unless a prompt, as a chunk and two rows, gives the logits of its own eager attention."""
         token_ids, positions = (x.int() for x in self._module.probe())
-        device, memory = positions.device, self.allocate(len(positions))
+        device = positions.device
+        memory = self.allocate(len(positions), num_multiprocessors=num_multiprocessors)
         kv = KVTensors.allocate(self.kv_shape, num_blocks=1, block_size=_PROBE_BLOCK, device=device)
         found = []
         for start, stop in _PROBE_PARTS:

@@ -97,7 +97,7 @@ class CudaSteps:
         self.logits_SV = self._floats(num_rows, vocab_size)
         self.work_SV = self._floats(num_rows, vocab_size)
         self.tokens_S = self._ints(limits.max_num_seqs)
-        self.activations = decoder.allocate(max(num_tokens, num_rows))
+        self.activations = decoder.allocate(max(num_tokens, num_rows), num_multiprocessors=device.num_multiprocessors)
         self._flags_S = self._ints(limits.max_num_seqs)
         self._context_lens_S = self._ints(limits.max_num_seqs)
         self._last_rows_S = self._ints(limits.max_num_seqs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aserve.model.kernels.attention_inner import LOWEST, attend_range
 from aserve.model.kernels.attention_plan import NUM_FIELDS, AttentionPlan
+from aserve.model.kernels.early import begin_early, early_launch
 
 
 @triton.jit
@@ -121,8 +122,9 @@ def _decode_kernel(
     items_ptr, counts_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     item = tl.program_id(0) // H
     if item < tl.load(counts_ptr):
         _attend_item(
@@ -140,12 +142,14 @@ def decode_attention(
     *,
     scale: float,
     softcap: float = 0.0,
+    early: bool = False,
     out_TAD: Tensor,
 ) -> None:
     """Attention of every row that the plan counts as a row of one token. Only a row's own tokens enter its result.
 
     q: heads contiguous, rows at any stride (q may lie in the QKV product). kv_layer: [2, H, N, P, D], the last two
-    contiguous; holds the step's K and V already. out: contiguous. softcap: 0 is off.
+    contiguous; holds the step's K and V already. out: contiguous. softcap: 0 is off. early: see
+    the module ``early``.
     """
     num_heads, head_dim = q_TAD.shape[1:]
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
@@ -160,5 +164,5 @@ def decode_attention(
         H=num_kv_heads, G=group, D=head_dim, P=block_size, F=NUM_FIELDS, SOFTCAP=softcap,
         BLOCK_G=max(16, triton.next_power_of_2(group)), MERGE_G=triton.next_power_of_2(group),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_L=tiles.tokens, NUM_STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps,
+        num_warps=tiles.num_warps, **early_launch(early),
     )  # fmt: skip

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aserve.model.kernels.early import begin_early, early_launch
+
 
 def rope_table(frequencies_F: Tensor, num_positions: int, attention_factor: float = 1.0) -> Tensor:
     """float32 [P, D]: a position's cosines, then its sines, of ``rope.inverse_frequencies``."""
@@ -21,7 +23,9 @@ def _rope_kv_kernel(
     qkv_ptr, positions_ptr, slots_ptr, table_ptr, gain_ptr, kv_ptr, eps, stride_kv, stride_head, stride_block,
     A: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_F: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_early(EARLY)
     F: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -68,12 +72,14 @@ def rotate_and_cache(
     eps: float = 1e-6,
     uses_rope: bool = True,
     block_heads: int | None = None,
+    early: bool = False,
 ) -> None:
     """q turned in place in ``qkv``; k turned, and v, written where the mapping says (k in ``qkv`` stays as it was).
 
     kv_layer: [2, H, blocks, tokens of a block, D], the last two contiguous. qk_norm: one gain a head of q, then of k;
     norms come before the turn. slot_mapping: block * block_size + offset; where tokens share a slot (block 0), any of
-    them wins. block_heads: heads of a program, a power of two; by the number of tokens unless given.
+    them wins. block_heads: heads of a program, a power of two; by the number of tokens unless given. early: see
+    the module ``early``.
     """
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     stride_kv, stride_head, stride_block = kv_layer.stride()[:3]
@@ -86,5 +92,5 @@ def rotate_and_cache(
         stride_kv, stride_head, stride_block,
         A=num_heads, H=num_kv_heads, D=head_dim, P=block_size, BLOCK_HEADS=block_heads,
         BLOCK_F=triton.next_power_of_2(head_dim // 2), HAS_ROPE=uses_rope, HAS_NORM=qk_norm_AHD is not None,
-        num_warps=1 if block_heads == 2 else 4,
+        num_warps=1 if block_heads == 2 else 4, **early_launch(early),
     )  # fmt: skip

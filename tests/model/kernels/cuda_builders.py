@@ -84,10 +84,22 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     reference: bool = False,
     samples_on_host: bool = False,
+    has_short_form: bool | None = None,
 ) -> CudaRunner:
-    """All of the cache that no sequence has written is NaN."""
+    """All of the cache that no sequence has written is NaN.
+
+    has_short_form: whether few rows take the decoder's short form; by the type, unless given.
+    """
     device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice()
-    runner = _make(folder, [device], sizes, dtype=dtype, reference=reference, samples_on_host=samples_on_host)
+    runner = _make(
+        folder,
+        [device],
+        sizes,
+        dtype=dtype,
+        reference=reference,
+        samples_on_host=samples_on_host,
+        has_short_form=has_short_form,
+    )
     assert isinstance(runner, CudaRunner)
     return runner
 
@@ -110,6 +122,7 @@ def _make(
     dtype: torch.dtype,
     reference: bool = False,
     samples_on_host: bool = False,
+    has_short_form: bool | None = None,
 ) -> CudaRunner | CudaStreams:
     sizes = sizes or Sizes()
     config = ModelConfig.from_folder(folder)
@@ -121,7 +134,11 @@ def _make(
             decoder.try_out(device.num_multiprocessors)
         else:
             read = open_weights(folder, config, dtype=dtype, device=device.device)
-            decoder = CudaDecoder(config, read, dtype=dtype, reference=reference)
+            forms = {} if has_short_form is None else {"short_dtypes": (dtype,) if has_short_form else ()}
+            # Cloned, since memory of its own lies where the short form can read it, as all of a GPU's does.
+            decoder = CudaDecoder(config, lambda name: read(name).clone(), dtype=dtype, reference=reference, **forms)
+            if has_short_form is not None:
+                assert decoder.has_short_form == has_short_form
         limits = StepLimits(
             max_num_seqs=sizes.max_num_seqs,
             max_num_tokens=sizes.max_num_tokens,
