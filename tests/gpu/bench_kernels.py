@@ -1,6 +1,6 @@
 """What each kernel takes on this GPU, beside the time that its bytes or operations need, and whole plain decode steps.
 
-    python tests/gpu/bench_kernels.py [elementwise] [decode] [chunks] [sampler] [steps] [--tune]
+    python tests/gpu/bench_kernels.py [elementwise] [decode] [chunks] [products] [sampler] [steps] [--tune]
 
 Each figure is the median replay of a CUDA graph that runs the kernel once a layer, over as many caches and weights, so
 that nothing is found in the L2 cache that a step would not find there. --tune tries all tile settings.
@@ -8,6 +8,7 @@ that nothing is found in the L2 cache that a step would not find there. --tune t
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -28,7 +29,10 @@ from aserve.model.kernels.attention_chunks import chunk_attention, mixed_attenti
 from aserve.model.kernels.attention_decode import decode_attention
 from aserve.model.kernels.attention_plan import AttentionPlan
 from aserve.model.kernels.attention_tiles import ChunkTiles, DecodeTiles
+from aserve.model.kernels.compile import compile_variants, variants_of
 from aserve.model.kernels.differences import HEADER_WORDS, apply_differences
+from aserve.model.kernels.few_rows import MAX_ROWS, FewRowsProducts, Stream
+from aserve.model.kernels.few_rows_tiles import ProductTiles
 from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
 from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
 from aserve.model.kernels.sampler import sample, top_logprobs
@@ -308,6 +312,119 @@ def bench_torch_attention(shape: Shape, num_tokens: int, num_flops: float) -> No
             say("   torch", backend.name, str(error)[:80])
 
 
+def product_settings(num_rows: int, num_outputs: int, num_inputs: int, pairs: bool) -> list[ProductTiles]:
+    """All that may be worth trying for a product; pairs: it is gate and up."""
+    if num_rows == 1:
+        found = []
+        for outputs, inputs in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096)):
+            for stages, warps in itertools.product((1, 2, 3), (2, 4, 8)):
+                num_weights = outputs * inputs * (2 if pairs else 1)
+                if num_inputs % inputs == 0 and num_weights // warps in (1024, 2048):
+                    tiles = ProductTiles(
+                        rows=1, outputs=outputs, inputs=inputs, parts=1, num_stages=stages, num_warps=warps
+                    )
+                    found.append(tiles)
+        return found
+    rows = max(16, triton.next_power_of_2(num_rows))
+    found = []
+    for (outputs, inputs, stages, warps), parts in itertools.product(
+        ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (64, 256, 3, 4), (64, 64, 6, 4), (64, 64, 8, 4),
+         (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 4), (128, 128, 3, 8)), (1, 2, 4, 8)
+    ):  # fmt: skip
+        programs = num_outputs // outputs * parts // (2 if pairs else 1)
+        shared = stages * inputs * 2 * (outputs * (2 if pairs else 1) + rows)
+        is_cut_well = parts == 1 or (not pairs and programs <= 2 * NUM_MULTIPROCESSORS and num_inputs // parts >= 512)
+        if shared <= 220 * 1024 and programs >= 60 and is_cut_well:
+            found.append(
+                ProductTiles(rows=rows, outputs=outputs, inputs=inputs, parts=parts, num_stages=stages, num_warps=warps)
+            )
+    return found
+
+
+def bench_products(tune: bool) -> None:
+    """Products of few rows with what goes along, beside the library's alone and what surrounds it on the long way."""
+    for shape, num_rows in itertools.product(SHAPES, (1, 16, 64)):
+        bench_products_case(shape, num_rows, tune)
+        torch.cuda.empty_cache()
+
+
+def bench_products_case(shape: Shape, num_rows: int, tune: bool) -> None:
+    hidden, size, width = shape.hidden, shape.intermediate, shape.num_heads * shape.head_dim
+    products = FewRowsProducts(
+        num_channels=hidden, num_multiprocessors=4 * NUM_MULTIPROCESSORS if tune else NUM_MULTIPROCESSORS,
+        device=torch.device(DEVICE),
+    )  # fmt: skip
+    chosen = FewRowsProducts(
+        num_channels=hidden, num_multiprocessors=NUM_MULTIPROCESSORS, device=torch.device(DEVICE)
+    )  # fmt: skip
+    stream = Stream(residual_TC=randn(num_rows, hidden), scaled_TC=randn(num_rows, hidden))
+    gain = randn(hidden)
+    attended, product = randn(num_rows, width), randn(num_rows, size)
+    qkv, gate_up = randn(num_rows, shape.qkv_width), randn(num_rows, 2 * size)
+    logits = torch.empty(num_rows, shape.vocab, device=DEVICE)
+    x, d = stream.scaled_TC, randn(num_rows, hidden)
+    cases = {
+        "qkv": (
+            (shape.qkv_width, hidden),
+            lambda p, w, t: p.norm_product(stream, 1e-5, w, None, tiles=t, out_TN=qkv),
+            lambda w: torch.mm(x, w.t(), out=qkv),
+        ),
+        "o": (
+            (hidden, width),
+            lambda p, w, t: p.product_add(attended, w, None, gain, tiles=t, stream=stream),
+            lambda w: (torch.mm(attended, w.t(), out=d), add_rms_norm(stream.residual_TC, d, gain, 1e-5, out_TC=x)),
+        ),
+        "gate_up": (
+            (2 * size, hidden),
+            lambda p, w, t: p.norm_gate_up(stream, 1e-5, w, None, tiles=t, out_TI=product),
+            lambda w: (torch.mm(x, w.t(), out=gate_up), silu_mul(gate_up, out_TI=product)),
+        ),
+        "down": (
+            (hidden, size),
+            lambda p, w, t: p.product_add(product, w, None, gain, tiles=t, stream=stream),
+            lambda w: (torch.mm(product, w.t(), out=d), add_rms_norm(stream.residual_TC, d, gain, 1e-5, out_TC=x)),
+        ),
+        "head": (
+            (shape.vocab, hidden),
+            lambda p, w, t: p.norm_product(stream, 1e-5, w, None, tiles=t, out_TN=logits),
+            lambda w: torch.mm(x, w.t(), out_dtype=torch.float32, out=logits),
+        ),
+    }  # fmt: skip
+    for name, (weight_size, ours, plain) in cases.items():
+        num_bytes = 2 * math.prod(weight_size)
+        weights = [randn(*weight_size, std=0.02) for _ in range(max(2, min(12, 400 * 2**20 // num_bytes)))]
+        settings = product_settings(num_rows, *weight_size, name == "gate_up") if tune else []
+        run = functools.partial(run_settings, ours, products, weights)
+        compile_variants(variants_of(lambda: [run(each, weights[:1]) for each in settings]), lambda done, of: None)  # noqa: B023
+        us = {"plain": 1e3 / len(weights) * graph_ms(lambda: [plain(w) for w in weights])}  # noqa: B023
+        us["chosen"] = 1e3 / len(weights) * graph_ms(lambda: [ours(chosen, w, None) for w in weights])  # noqa: B023
+        found = []
+        for each in settings:
+            try:
+                found.append((1e3 / len(weights) * graph_ms(functools.partial(run, each), 8), each))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        found.sort(key=lambda entry: entry[0])
+        note = "".join(
+            f" | {t:.1f} {s.outputs}x{s.inputs}/{s.parts} s{s.num_stages} w{s.num_warps}" for t, s in found[:6]
+        )
+        report(
+            f"{shape.name} {num_rows} {name}", us["chosen"], num_bytes=num_bytes,
+            note=f"library's {us['plain']:.1f}{note}",
+        )  # fmt: skip
+
+
+def run_settings(
+    run: Callable[[FewRowsProducts, Tensor, ProductTiles], None],
+    products: FewRowsProducts,
+    weights: list[Tensor],
+    tiles: ProductTiles,
+    some: list[Tensor] | None = None,
+) -> None:
+    for weight in some or weights:
+        run(products, weight, tiles)
+
+
 SAMPLING = {
     "greedy": SamplingParams(temperature=0),
     "temperature": SamplingParams(temperature=0.8),
@@ -390,14 +507,25 @@ class PlainStep:
         self.plan = rows.plan([1] * num_rows)
 
     def run(self) -> None:
-        shape, rows, ints = self.shape, self.rows, self.ints
+        rows, ints = self.rows, self.ints
         lay_out(
             self.tokens_in, rows.slots_S, self.starts, self.tables, BLOCK_SIZE, token_ids_T=ints["token_ids"],
             positions_T=ints["positions"], slot_mapping_T=ints["mapping"], context_lens_S=ints["context"],
             last_rows_S=ints["last_rows"],
         )  # fmt: skip
         self.plan.fill(rows.slots_S, self.starts, ints["context"])
-        gains = self.weights["gain"]
+        self.forward()
+        sample(
+            self.logits, self.work, rows.slots_S, ints["context"], self.tables, tokens_R=ints["tokens"],
+            flags_R=ints["flags"],
+        )  # fmt: skip
+        commit(
+            ints["tokens"], ints["flags"], rows.slots_S, self.starts, ints["context"], self.samples, self.tables,
+            ring_NS=self.ring, step_1=self.step,
+        )  # fmt: skip
+
+    def forward(self) -> None:
+        shape, rows, ints, gains = self.shape, self.rows, self.ints, self.weights["gain"]
         embed_rms_norm(
             ints["token_ids"], self.weights["embedding"][0], gains[0], 1e-5, residual_TC=self.x, out_TC=self.y
         )
@@ -415,14 +543,42 @@ class PlainStep:
                 add_rms_norm(self.x, self.d, gains[2 * index + 2], 1e-5, out_TC=self.y)
         add_rms_norm_rows(self.x, self.d, ints["last_rows"], gains[-1], 1e-5, out_RC=self.y)
         torch.mm(self.y, self.weights["head"][0].t(), out_dtype=torch.float32, out=self.logits)
-        sample(
-            self.logits, self.work, rows.slots_S, ints["context"], self.tables, tokens_R=ints["tokens"],
-            flags_R=ints["flags"],
-        )  # fmt: skip
-        commit(
-            ints["tokens"], ints["flags"], rows.slots_S, self.starts, ints["context"], self.samples, self.tables,
-            ring_NS=self.ring, step_1=self.step,
-        )  # fmt: skip
+
+
+class ShortStep(PlainStep):
+    """The same in the short form. early: whether kernels begin before the ones in front have ended."""
+
+    def __init__(self, shape: Shape, lengths: list[int], weights: dict[str, list[Tensor]], *, early: bool) -> None:
+        super().__init__(shape, lengths, weights)
+        self.products = FewRowsProducts(
+            num_channels=shape.hidden, num_multiprocessors=NUM_MULTIPROCESSORS, device=self.x.device, early=early
+        )
+
+    def forward(self) -> None:
+        shape, rows, ints, weights, products = self.shape, self.rows, self.ints, self.weights, self.products
+        gains, early = weights["gain"], products.early
+        stream = Stream(residual_TC=self.x, scaled_TC=self.y)
+        q_TAD = self.qkv.view(len(self.x), -1, shape.head_dim)[:, : shape.num_heads]
+        products.embed(ints["token_ids"], weights["embedding"][0], gains[0], stream=stream)
+        for index, layer in enumerate(rows.layers):
+            products.norm_product(stream, 1e-5, weights["qkv"][index], None, out_TN=self.qkv)
+            rotate_and_cache(self.qkv, ints["positions"], ints["mapping"], self.rope, layer, early=early)
+            decode_attention(q_TAD, layer, rows.tables_SB, self.plan, scale=0.1, early=early, out_TAD=self.out)
+            attended = self.out.view(len(self.x), -1)
+            products.product_add(attended, weights["o"][index], None, gains[2 * index + 1], stream=stream)
+            products.norm_gate_up(stream, 1e-5, weights["gate_up"][index], None, out_TI=self.act)
+            products.product_add(self.act, weights["down"][index], None, gains[2 * index + 2], stream=stream)
+        products.norm_product(stream, 1e-5, weights["head"][0], None, out_TN=self.logits)
+
+
+def forms_of_step(
+    shape: Shape, lengths: list[int], weights: dict[str, list[Tensor]]
+) -> dict[str, Callable[[], PlainStep]]:
+    forms: dict[str, Callable[[], PlainStep]] = {"long": lambda: PlainStep(shape, lengths, weights)}
+    if len(lengths) <= MAX_ROWS:
+        forms["short"] = lambda: ShortStep(shape, lengths, weights, early=False)
+        forms["short, early"] = lambda: ShortStep(shape, lengths, weights, early=True)
+    return forms
 
 
 def bench_steps(tune: bool) -> None:
@@ -441,15 +597,14 @@ def bench_steps(tune: bool) -> None:
         weight_bytes = 2 * sum(w.numel() for name, ws in weights.items() if name != "embedding" for w in ws)
         cases = {f"{n}x{c}": [c] * n for n, c in ((1, 640), (16, 640), (64, 640), (256, 640), (64, 4096))}
         for name, lengths in {**cases, "ragged": ragged_lengths()}.items():
-            step = PlainStep(shape, lengths, weights)
-            ms = graph_ms(step.run)
             num_bytes = weight_bytes + sum(lengths) * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
             probe = PROBE_STEP_MS.get((shape.name, name))
-            report(
-                f"{shape.name} {name} step", ms * 1e3, num_bytes=num_bytes, note=f"probe {probe} ms" if probe else ""
-            )
-            del step
-            torch.cuda.empty_cache()
+            for form, make in forms_of_step(shape, lengths, weights).items():
+                step = make()
+                note = f"probe {probe} ms" if probe else ""
+                report(f"{shape.name} {name} step, {form}", graph_ms(step.run) * 1e3, num_bytes=num_bytes, note=note)
+                del step
+                torch.cuda.empty_cache()
         del weights, embedding
         torch.cuda.empty_cache()
 
@@ -460,11 +615,12 @@ def main() -> None:
         "elementwise": bench_elementwise,
         "decode": bench_decode,
         "chunks": bench_chunks,
+        "products": bench_products,
         "sampler": bench_sampler,
         "steps": bench_steps,
     }
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them, if none is named")
-    parser.add_argument("--tune", action="store_true", help="attention with all tile settings")
+    parser.add_argument("--tune", action="store_true", help="attention and products with all tile settings")
     options = parser.parse_args()
     torch.manual_seed(0)
     for name in options.parts or parts:
