@@ -2,7 +2,11 @@
 
 Each planted fault is one of a kind that real servers had. It must show as wrong output alone: the generation check, the
 recount and the device's own assertions are off.
+
+``ASERVE_TEST_GHOSTS`` is the number of requests of a hunt; ``ghost_hunt.py`` hunts for as long as you like.
 """
+
+import os
 
 import pytest
 from ghost_hunt import hunt
@@ -13,16 +17,18 @@ from aserve.core.ids import StepNumber
 from aserve.core.slots import SlotBook
 from aserve.testing import DeviceBugs
 
+NUM_REQUESTS = int(os.environ.get("ASERVE_TEST_GHOSTS", "2000"))
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "max_inflight"), [("mixed", 4), ("mixed", 8), ("split", 8), ("streams", 8)])
 def test_no_ghosts(prefill, max_inflight):
-    """Thousands of requests with shared prefixes, aborts, failures and preemptions: not one wrong token."""
-    catch = hunt(2000, seed=max_inflight, max_inflight=max_inflight, prefill=prefill)
+    """Many requests with shared prefixes, aborts, failures and preemptions: not one wrong token."""
+    catch = hunt(NUM_REQUESTS, seed=max_inflight, max_inflight=max_inflight, prefill=prefill)
 
     assert catch.wrong == []
-    assert catch.num_requests == 2000
-    assert min(catch.num_aborted, catch.num_failed, catch.num_preemptions, catch.num_prefix_hits) > 20
+    assert catch.num_requests == NUM_REQUESTS
+    assert min(catch.num_aborted, catch.num_failed, catch.num_preemptions, catch.num_prefix_hits) > NUM_REQUESTS // 100
 
 
 def hash_at_launch(monkeypatch):
