@@ -7,6 +7,7 @@ P prompt positions with log-probabilities, V vocabulary, K alternatives.
 import asyncio
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -268,15 +269,19 @@ class CudaRunner:
         return figures
 
     async def aclose(self) -> None:
-        """Wait for what is in flight, then let go of the device. Idempotent."""
+        """Wait for what is in flight, then let go of the device. Idempotent.
+
+        Each part is closed even if another's closing fails or is cancelled.
+        """
         faults.hit("runner.close")
         self._is_closed = True
-        if self._watcher is not None:
-            await self._watcher.aclose()
-        for watcher in self._old_watchers:
-            watcher.close()
-        if self._host_sampler is not None:
-            await self._host_sampler.aclose()
+        async with AsyncExitStack() as stack:  # the last one first
+            if self._host_sampler is not None:  # which has what the device left for it
+                stack.push_async_callback(self._host_sampler.aclose)
+            for watcher in self._old_watchers:
+                stack.callback(watcher.close)
+            if self._watcher is not None:
+                stack.push_async_callback(self._watcher.aclose)
 
     def _watcher_of_loop(self) -> Watcher:
         """The running loop's. A runner that outlives a loop gets a new one on the next."""

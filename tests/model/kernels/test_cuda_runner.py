@@ -397,3 +397,43 @@ def test_reference_mode_has_a_bound_of_tokens(model: Model) -> None:
     """Said before anything is loaded, with what to lower."""
     with pytest.raises(ModelError, match=r"scheduler\.max_num_batched_tokens is 8193; .* at most 8192 tokens a step"):
         load_cuda_runner(ModelOptions(reference=True), SchedulerOptions(max_num_batched_tokens=8193), model.folder)
+
+
+class _Closing:
+    """A part of a runner that notes its closing, and fails at it where it has an ``error``."""
+
+    def __init__(self, closed: list[str], name: str, error: BaseException | None = None) -> None:
+        self._closed, self._name, self._error = closed, name, error
+
+    def close(self) -> None:
+        self._closed.append(self._name)
+        if self._error is not None:
+            raise self._error
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError(), asyncio.CancelledError()], ids=["fails", "is cancelled"])
+@pytest.mark.parametrize("broken", ["watcher", "old watcher", "sampler"])
+async def test_everything_is_closed_whatever_becomes_of_one(
+    host: PlanHost, monkeypatch: pytest.MonkeyPatch, broken: str, error: BaseException
+) -> None:
+    """The watcher first, so that the sampler gets what the device had for it; and what went wrong comes out."""
+    closed: list[str] = []
+
+    def part(name: str) -> _Closing:
+        return _Closing(closed, name, error if name == broken else None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.runner, "_watcher", part("watcher"))
+        patch.setattr(host.runner, "_old_watchers", [part("old watcher"), part("older watcher")])
+        patch.setattr(host.runner, "_host_sampler", part("sampler"))
+        with pytest.raises(type(error)):
+            await host.runner.aclose()
+
+    assert (closed[0], sorted(closed), closed[-1]) == (
+        "watcher",
+        ["old watcher", "older watcher", "sampler", "watcher"],
+        "sampler",
+    )
