@@ -14,6 +14,7 @@ from aserve.core.actions import Launch, WakeAt
 from aserve.core.events import AlarmRang, LaunchPossible
 from aserve.core.plan import BatchPlan
 from aserve.core.policy import PROBED_LAUNCHES, WINDOW, FixedDepth, Late
+from aserve.core.prediction import FIRST_STEPS, STREAK
 
 MARGIN_S = 0.0002
 
@@ -208,6 +209,21 @@ def test_a_lost_step_costs_nothing_and_teaches_nothing():
     assert behind.lead_s == pytest.approx(0.0)
     assert behind.predicted_s == pytest.approx(0.010, rel=0.01)
     assert drive.policy.statistics() == before
+
+
+def test_what_was_predicted_before_all_was_forgotten_is_no_error():
+    """Six steps are out when the device becomes half as fast. The third shows that it is another one, and it and those
+    behind it teach the new pace, though all of them were predicted at the old one."""
+    drive = Drive(Late(8, MARGIN_S)).run(50)
+    while drive.out:
+        drive.land()
+    drive.step_s *= 2
+    for _ in range(STREAK + FIRST_STEPS - 1):
+        drive.launch()
+    while drive.out:
+        drive.land()
+
+    assert drive.policy.composed(plan(100), drive.now).predicted_s == pytest.approx(0.020)
 
 
 def test_landings_out_of_order_are_a_fault():
