@@ -48,6 +48,14 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteRequeue:
+    """A preempted sequence gave back its slot and blocks at ``at_s``: it waits, and StartPrefill comes again for it."""
+
+    sequence: SequenceId
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeliverTokens:
     """The tokens that a landing brought, by column and in row order, at least one.
 
@@ -84,4 +92,4 @@ class Finish:
     detail: str = ""
 
 
-Action = Launch | WakeAt | StartPrefill | DeliverTokens | DeliverPromptLogprobs | Finish
+Action = Launch | WakeAt | StartPrefill | NoteRequeue | DeliverTokens | DeliverPromptLogprobs | Finish

@@ -38,7 +38,7 @@ def compose(state: State, streams: Collection[int], now: float, actions: list[Ac
     """
     step = StepNumber(state.newest_step + 1)
     if state.options.force_preempt_every and step % state.options.force_preempt_every == 0:
-        preempt_last(state)
+        preempt_last(state, now, actions)
     table_writes: list[tuple[int, int, int]] = []
     slots, picked = _pick(state, streams, now, table_writes, actions)
     if not len(slots) and not picked:
@@ -107,31 +107,39 @@ def _pick(
     """The next step's slots with decode rows, and prompt tokens: (sequence, count)."""
     budget = state.options.max_num_batched_tokens
     if state.options.prefill == "mixed":
-        slots = _pick_rows(state, table_writes)
+        slots = _pick_rows(state, table_writes, now, actions)
         return slots, _pick_chunks(state, budget - len(slots), now, actions)
     for is_prefill in (state.prefill_is_next, not state.prefill_is_next):
         if _stream_of(state, is_prefill=is_prefill) not in streams:
             continue
-        if not is_prefill and len(slots := _pick_rows(state, table_writes)):
+        if not is_prefill and len(slots := _pick_rows(state, table_writes, now, actions)):
             return slots, []
         if is_prefill and (picked := _pick_chunks(state, budget, now, actions)):
             return _NO_SLOTS, picked
     return _NO_SLOTS, []
 
 
-def _pick_rows(state: State, table_writes: list[tuple[int, int, int]]) -> NDArray[np.intp]:
+def _pick_rows(
+    state: State, table_writes: list[tuple[int, int, int]], now: float, actions: list[Action]
+) -> NDArray[np.intp]:
     """Slots with a decode row in this step and a block for it; others sit out for want of one."""
     book = state.slots
     slots = state.ready.decode_slots()
     starved = slots[book.position[slots] >= book.capacity[slots]]
     if not len(starved):
         return slots
-    _grow(state, starved, table_writes)
+    _grow(state, starved, table_writes, now, actions)
     # Growing may have preempted some of the slots picked before.
     return slots[book.decoding[slots] & (book.position[slots] < book.capacity[slots])]
 
 
-def _grow(state: State, starved: NDArray[np.intp], table_writes: list[tuple[int, int, int]]) -> None:
+def _grow(
+    state: State,
+    starved: NDArray[np.intp],
+    table_writes: list[tuple[int, int, int]],
+    now: float,
+    actions: list[Action],
+) -> None:
     """One more block for each starved slot, in policy order, while there are any."""
     num_sat_out = 0
     owners = [owner for slot in starved.tolist() if (owner := state.slots.owner[slot]) is not None]
@@ -144,7 +152,7 @@ def _grow(state: State, starved: NDArray[np.intp], table_writes: list[tuple[int,
             victim = state.ready.last_behind(sequence.order)
             if victim is None:
                 break
-            preempt(state, victim)
+            preempt(state, victim, now, actions)
             blocks = state.ledger.allocate(1)
         if blocks is None:
             num_sat_out += 1

@@ -19,7 +19,7 @@ from aserve.core.transitions import SequenceState
 from aserve.core.verdicts import judge
 
 
-def land(state: State, result: BatchResult, actions: list[Action]) -> None:
+def land(state: State, result: BatchResult, now: float, actions: list[Action]) -> None:
     """Commit what the oldest step in flight of a stream brought."""
     step = _pop_landed(state, result.step)
     for index, logprobs in result.prompt_logprobs:
@@ -32,16 +32,16 @@ def land(state: State, result: BatchResult, actions: list[Action]) -> None:
                 state.slots.decoding[chunk.slot] = True
     for end in _accept_tokens(state, step, result, actions):
         finish(state, state.sequences[end.sequence], end.reason, actions, end.stop_token, end.detail)
-    _after_landing(state)
+    _after_landing(state, now, actions)
 
 
-def land_failed(state: State, number: StepNumber, detail: str, actions: list[Action]) -> None:
+def land_failed(state: State, number: StepNumber, detail: str, now: float, actions: list[Action]) -> None:
     """The step takes its place in the order of landings; whoever it lists ends in ERROR."""
     step = _pop_landed(state, number)
     state.counters.num_failed_steps += 1
     if not step.lost:
         fail(state, step, detail, actions)
-    _after_landing(state)
+    _after_landing(state, now, actions)
 
 
 def fail(state: State, step: InflightStep, detail: str, actions: list[Action]) -> None:
@@ -60,8 +60,8 @@ def _pop_landed(state: State, number: StepNumber) -> InflightStep:
     return step
 
 
-def _after_landing(state: State) -> None:
-    let_go(state)
+def _after_landing(state: State, now: float, actions: list[Action]) -> None:
+    let_go(state, now, actions)
     every = state.options.check_invariants_every
     if every and (state.landed % every == 0 or state.is_idle):
         check(state)

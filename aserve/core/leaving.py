@@ -1,6 +1,6 @@
 """How a sequence leaves its slot and blocks: preempted, parked while its reader stalls, or for good."""
 
-from aserve.core.actions import Action, Finish
+from aserve.core.actions import Action, Finish, NoteRequeue
 from aserve.core.prefix import ROOT
 from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
@@ -8,30 +8,30 @@ from aserve.core.state import State, slot_of
 from aserve.core.transitions import SequenceMove, SequenceState
 
 
-def preempt_last(state: State) -> None:
+def preempt_last(state: State, now: float, actions: list[Action]) -> None:
     first = next(iter(state.ready), None)
     victim = state.ready.last_behind(first.order) if first is not None else None
     if victim is not None:
-        preempt(state, victim)
+        preempt(state, victim, now, actions)
 
 
-def preempt(state: State, sequence: Sequence) -> None:
+def preempt(state: State, sequence: Sequence, now: float, actions: list[Action]) -> None:
     sequence.num_preemptions += 1
     state.counters.num_preemptions += 1
-    mark(state, sequence)
+    mark(state, sequence, now, actions)
 
 
-def mark(state: State, sequence: Sequence) -> None:
+def mark(state: State, sequence: Sequence, now: float, actions: list[Action]) -> None:
     """No more rows; its tokens in flight are kept, its slot and blocks go when its newest step has landed."""
     sequence.move(SequenceMove.MARK, state.story)
     state.slots.decoding[sequence.slot] = False
     if state.slots.last_step[sequence.slot] <= state.landed:
-        _requeue(state, sequence)
+        _requeue(state, sequence, now, actions)
     else:
         state.marked.append(sequence)
 
 
-def _requeue(state: State, sequence: Sequence) -> None:
+def _requeue(state: State, sequence: Sequence, now: float, actions: list[Action]) -> None:
     """Back to its old place in the waiting queue, or aside while its reader stalls.
 
     Full blocks stay in the prefix cache, from which it takes them as hits when it resumes, unless somebody needed
@@ -44,6 +44,7 @@ def _requeue(state: State, sequence: Sequence) -> None:
     else:
         sequence.move(SequenceMove.REQUEUE, state.story)
         state.waiting.push(sequence)
+        actions.append(NoteRequeue(sequence.id, now))
 
 
 def park(state: State, sequence: Sequence) -> None:
@@ -98,10 +99,10 @@ def _release(state: State, sequence: Sequence) -> None:
     del state.sequences[sequence.id]
 
 
-def let_go(state: State) -> None:
+def let_go(state: State, now: float, actions: list[Action]) -> None:
     """After a landing: move on whom only it held back, the marked ones and those that are over."""
     for sequence in [s for s in state.marked if state.slots.last_step[s.slot] <= state.landed]:
         state.marked.remove(sequence)
-        _requeue(state, sequence)
+        _requeue(state, sequence, now, actions)
     for sequence in state.done.pop_landed(state.landed):
         _release(state, sequence)

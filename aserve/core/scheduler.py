@@ -109,7 +109,7 @@ class Scheduler(State):
             self.waiting.remove(sequence)
             park(self, sequence)
         elif sequence.state is not SequenceState.PREEMPTING:
-            mark(self, sequence)
+            mark(self, sequence, now, actions)
 
     def _on_reader_caught_up(self, event: events.ReaderCaughtUp, now: float, actions: list[Action]) -> None:
         sequence = self.sequences.get(event.sequence)
@@ -162,11 +162,11 @@ class Scheduler(State):
 
     def _on_step_landed(self, event: events.StepLanded, now: float, actions: list[Action]) -> None:
         self._tell_landed(event.result.step, now, failed=False)
-        land(self, event.result, actions)
+        land(self, event.result, now, actions)
 
     def _on_step_failed(self, event: events.StepFailed, now: float, actions: list[Action]) -> None:
         self._tell_landed(event.step, now, failed=True)
-        land_failed(self, event.step, event.detail, actions)
+        land_failed(self, event.step, event.detail, now, actions)
 
     def _tell_landed(self, step: StepNumber, now: float, *, failed: bool) -> None:
         self.policies[self.inflight.get(step).plan.stream].landed(step, now, failed=failed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from aserve.core.actions import DeliverPromptLogprobs, DeliverTokens, Finish, StartPrefill
+from aserve.core.actions import DeliverPromptLogprobs, DeliverTokens, Finish, NoteRequeue, StartPrefill
 from aserve.core.ids import SequenceId
 from aserve.core.plan import Logprobs
 from aserve.core.request import FinishReason
@@ -105,13 +105,16 @@ class Deliverer:
     def num_queued(self) -> int:
         return len(self._parcels)
 
-    def post(self, parcel: StartPrefill | Parcel) -> None:
+    def post(self, parcel: StartPrefill | NoteRequeue | Parcel) -> None:
         """Queue what the scheduler said. Bounded by the steps in flight and the sequences that run.
 
-        A start is noted at once: nothing that a reader sees comes of it.
+        What nothing comes of that a reader sees is noted at once.
         """
         if isinstance(parcel, StartPrefill):
             self._start(parcel)
+            return
+        if isinstance(parcel, NoteRequeue):
+            self.note_move(parcel.sequence, "queued", parcel.at_s)
             return
         self._parcels.append(parcel)
         self._has_parcels.set()

@@ -174,13 +174,13 @@ class StepLanding:
 
 
 RequestPhase = Literal["queued", "prefill", "decode", "parked", "ended"]
-"""Where a sequence is: waiting for its first step, or for another one after a preemption; computing its prompt, or
-prompt and output again; decoding; off the device while its reader lags; over."""
+"""Where a sequence is: waiting for its first step, or for another one after a preemption or a reader that lagged;
+computing its prompt, or prompt and output again; decoding; off the device while its reader lags; over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMove:
-    """A sequence of a request got into ``phase``. Preempted ones are told of when they prefill again.
+    """A sequence of a request got into ``phase``.
 
     index: of the choice. num_tokens: of the prompt where it is queued for the first time, of those found in the prefix
     cache where it prefills, of the output where it has ended; else 0. finish_reason: where it has ended.

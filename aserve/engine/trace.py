@@ -167,6 +167,8 @@ class Trace:
                     first_token_s = at_s
                 elif phase == "prefill":
                     num_cached_tokens = num_tokens
+            # First tokens are told of by when they were delivered, what comes of their landing by when it was.
+            at_s = max(at_s, starts_s[-1]) if starts_s else at_s
             phases, starts_s = (*phases[1 - MAX_PHASES :], phase), (*starts_s[1 - MAX_PHASES :], at_s)
         life = (
             sequence, name, submitted_s, num_prompt_tokens, num_cached_tokens, first_token_s, phases, starts_s, end

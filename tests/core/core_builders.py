@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from aserve.core.actions import DeliverPromptLogprobs, DeliverTokens, Finish, Launch, StartPrefill
+from aserve.core.actions import DeliverPromptLogprobs, DeliverTokens, Finish, Launch, NoteRequeue, StartPrefill
 from aserve.core.events import (
     CacheFlushed,
     Event,
@@ -44,6 +44,7 @@ class Told:
     output: list[int] = field(default_factory=list)
     finish: Finish | None = None
     starts: list[StartPrefill] = field(default_factory=list)
+    requeues: list[float] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
     matched: int | None = None
     """Output index at which a stop string was found."""
@@ -317,6 +318,8 @@ class World:
                 self._launch(plan)
             case StartPrefill(ident):
                 self.told[ident].starts.append(action)
+            case NoteRequeue(ident, at_s):
+                self.told[ident].requeues.append(at_s)
             case DeliverTokens(_, sequences, tokens):
                 for ident, token in zip(sequences, tokens, strict=True):
                     assert self.told[ident].finish is None, f"sequence {ident} got a token after its end"

@@ -88,7 +88,7 @@ class Race:
                 sequence = self.world.scheduler.sequences.get(ident)
                 if sequence is None or sequence.state not in _RUNNING:
                     return False
-                preempt(self.world.scheduler, sequence)
+                preempt(self.world.scheduler, sequence, self.world.now, [])
         self.launch()
         return not is_over
 

@@ -18,7 +18,7 @@ def test_output_in_flight_is_kept_and_delivered():
     world.step()
     world.launch()
     world.launch()
-    preempt_last(world.scheduler)
+    preempt_last(world.scheduler, world.now, [])
     plan = world.launch()
     rows = world.listed(plan)
     world.land()
@@ -40,7 +40,7 @@ def test_a_resumed_sequence_takes_its_own_blocks_from_the_cache():
     victim = world.submit(17, 20)
     for _ in range(8):
         world.step()
-    preempt_last(world.scheduler)
+    preempt_last(world.scheduler, world.now, [])
     world.run()
 
     # 17 + 8 tokens, of which 24 are computed and hashed.
@@ -55,7 +55,7 @@ def test_a_marked_sequence_that_its_last_token_ends_does_not_come_back():
     victim = world.submit(6, 20, stop_at=1)
     world.step()
     world.launch()
-    preempt_last(world.scheduler)
+    preempt_last(world.scheduler, world.now, [])
     world.land()
 
     assert world.reason(victim) is STOP
@@ -69,11 +69,28 @@ def test_it_comes_back_to_its_old_place():
     victim = world.submit(6, 20)
     later = world.submit(6, 20)
     world.step()
-    preempt_last(world.scheduler)
+    preempt_last(world.scheduler, world.now, [])
 
     assert [sequence.id for sequence in world.scheduler.waiting] == [victim, later]
     world.run(depth=2)
     assert world.wrong() == []
+
+
+def test_it_waits_from_when_it_gave_back_its_blocks():
+    """Nothing is told of a victim before its newest step has landed; then it waits, until it starts again."""
+    world = World(max_inflight=4, max_num_seqs=2)
+    world.submit(6, 20)
+    victim = world.submit(6, 20)
+    world.step()
+    world.launch()
+    marked: list[object] = []
+    preempt_last(world.scheduler, world.now, marked)
+    world.land()
+
+    assert marked == []
+    assert world.told[victim].requeues == [world.now]
+    world.launch()
+    assert [start.resumed for start in world.told[victim].starts] == [False, True]
 
 
 def test_counts_and_logprobs_survive_preemption():

@@ -164,8 +164,8 @@ def launch_a_victims_next_row(monkeypatch):
     """A preempted sequence goes on to decode."""
     mark = leaving.mark
 
-    def mark_late(state, sequence):
-        mark(state, sequence)
+    def mark_late(state, sequence, *args):
+        mark(state, sequence, *args)
         if sequence.slot is not None:
             state.slots.decoding[sequence.slot] = True
 
@@ -188,10 +188,10 @@ def hash_before_the_landing(monkeypatch):
     """A preempted sequence's blocks are hashed though steps that write them are in flight."""
     mark = leaving.mark
 
-    def publish_and_mark(state, sequence):
+    def publish_and_mark(state, sequence, *args):
         state.slots.num_computed[sequence.slot] = state.slots.position[sequence.slot]
         state.sharing.publish(sequence)
-        mark(state, sequence)
+        mark(state, sequence, *args)
 
     monkeypatch.setattr(leaving, "mark", publish_and_mark)
 
@@ -200,9 +200,9 @@ def forget_that_a_reader_stalled(monkeypatch):
     """A parked sequence waits with the others and is admitted again."""
     requeue = leaving._requeue
 
-    def requeue_all(state, sequence):
+    def requeue_all(state, sequence, *args):
         is_stalled, sequence.is_stalled = sequence.is_stalled, False
-        requeue(state, sequence)
+        requeue(state, sequence, *args)
         sequence.is_stalled = is_stalled
 
     monkeypatch.setattr(leaving, "_requeue", requeue_all)

@@ -251,7 +251,7 @@ class StreamRace:
             case "preempt":
                 sequence = self._engine.scheduler.sequences.get(self._ids[name])
                 if sequence is not None and sequence.state in _RUNNING:
-                    preempt(self._engine.scheduler, sequence)
+                    preempt(self._engine.scheduler, sequence, 0.0, [])
             case "finish":
                 self._ends.asked.add(name)
 

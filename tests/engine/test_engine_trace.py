@@ -263,7 +263,7 @@ async def test_a_queued_step_starts_with_the_landing_before_it() -> None:
 
 
 async def test_preempted_and_parked_requests_in_a_trace() -> None:
-    """One that lost its blocks prefills again; one whose reader sleeps is parked until it reads."""
+    """One that lost its blocks waits and prefills again; one whose reader sleeps is parked until it reads."""
     trace = Trace(1024)
     async with running(
         observer=trace, force_preempt_every=5, max_num_seqs=2, mailbox_events=1, park_after_s=0.001
@@ -275,7 +275,9 @@ async def test_preempted_and_parked_requests_in_a_trace() -> None:
 
     tracks = {track.name.split()[1]: [name for name, *_ in track.phases] for track in read_cut(trace).tracks}
 
-    assert tracks["fast"].count("prefill") > 1
+    fast = tracks["fast"]
+    assert fast.count("prefill") > 1
+    assert [before for before, phase in pairwise(fast) if phase == "prefill"] == ["queued"] * fast.count("prefill")
     assert "parked" in tracks["slow"]
     after = tracks["slow"].index("parked") + 1
     assert tracks["slow"][after : after + 3] == ["queued", "prefill", "decode"]
