@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aserve.model.kernels.attention_inner import LOWEST, attend_range
 from aserve.model.kernels.attention_plan import NUM_FIELDS, AttentionPlan
-from aserve.model.kernels.early import begin_early, early_launch
+from aserve.model.kernels.early import early_launch, let_next_begin, wait_for_former
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _attend_item(
     items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One item, one kv head. An item without tokens gives zeros."""
     item_ptr = items_ptr + item * F
@@ -76,6 +76,7 @@ def _attend_item(
     dim = tl.arange(0, BLOCK_D)
     inside = (group < G)[:, None] & (dim < D)[None, :]
     head_offsets = (kv_head * G + group)[:, None] * D + dim[None, :]
+    wait_for_former(EARLY)  # the plan is older than the kernel in front
     q = tl.load(q_ptr + row * q_stride + head_offsets, mask=inside, other=0.0)
     k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_head
     v_ptr = k_ptr + stride_kv
@@ -94,6 +95,7 @@ def _attend_item(
         acc, largest, total, q, position, whole, end, k_ptr, v_ptr, stride_block, table_ptr, scale_log2e,
         D, P, SOFTCAP, 0, True, BLOCK_D, BLOCK_L, 1,
     )  # fmt: skip
+    let_next_begin(EARLY)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_row_ptr = out_ptr + row * (H * G * D)
     if num_splits == 1:
@@ -124,14 +126,15 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
     NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
     item = tl.program_id(0) // H
     if item < tl.load(counts_ptr):
         _attend_item(
             item, tl.program_id(0) % H, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block,
             tables_ptr, table_stride, out_ptr, items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
-            H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES,
+            H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES, EARLY,
         )  # fmt: skip
+    else:
+        wait_for_former(EARLY)
 
 
 def decode_attention(

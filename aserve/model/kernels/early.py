@@ -13,18 +13,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin_early(EARLY: tl.constexpr):
-    """Lets the next kernel begin, and waits until all before this one are done. Before anything is read or written.
+def wait_for_former(EARLY: tl.constexpr):
+    """Until all kernels before this one are done. Before anything of theirs is read, and before anything is written.
 
-    Waiting comes before the end of every kernel in a row, so that each may rely on all that lie before it.
+    Every program has to wait: the kernel behind relies on this one for all that lie before both.
     """
     if EARLY:
-        gdc_launch_dependents()
         gdc_wait()
 
 
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """Once all programs have called this, the next kernel's take what room there is. Behind the long part of the work:
+    called at its start, the next ones crowd where there was room by chance, which costs more than it gains."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
 def early_launch(early: bool) -> dict[str, Any]:
-    """What a kernel that calls ``begin_early`` is launched with."""
+    """What a kernel that may begin early is launched with."""
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from aserve.model.kernels.early import begin_early, can_begin_early, early_launch
+from aserve.model.kernels.early import can_begin_early, early_launch, let_next_begin, wait_for_former
 from aserve.model.kernels.few_rows_tiles import ProductTiles, channel_tile, parted_programs_max
 
 MAX_ROWS: Final = 64
@@ -28,30 +28,46 @@ MAX_ROWS: Final = 64
 
 
 @triton.jit
+def _weights(row_ptr, k, inside, K: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        weight = tl.load(row_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
+    else:
+        weight = tl.load(row_ptr + k[None, :], mask=inside[:, None], other=0.0)
+    return weight.to(tl.float32)
+
+
+@triton.jit
+def _inputs(x_ptr, k, K: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    else:
+        x = tl.load(x_ptr + k)
+    return x.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _row_product(
-    x_ptr, weight_ptr, output, inside, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    x_ptr, weight_ptr, output, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row by the weight's rows ``output``, float32 [BLOCK_N, 1]."""
     place = tl.arange(0, BLOCK_K)
     row_ptr = weight_ptr + output.to(tl.int64)[:, None] * K
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+    # Weights are nobody's result: the first of them are on their way while the kernel in front still runs.
+    weight = _weights(row_ptr, place, inside, K, BLOCK_K > K)
+    wait_for_former(EARLY)
+    acc = weight * _inputs(x_ptr, place, K, BLOCK_K > K)
+    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=NUM_STAGES):
         k = start + place
-        if K % BLOCK_K == 0:
-            x = tl.load(x_ptr + k)
-            weight = tl.load(row_ptr + k[None, :], mask=inside[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-            weight = tl.load(row_ptr + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
-        acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        acc += _weights(row_ptr, k, inside, K, K % BLOCK_K != 0) * _inputs(x_ptr, k, K, K % BLOCK_K != 0)
+    let_next_begin(EARLY)
     return tl.sum(acc, 1)[:, None]
 
 
 @triton.jit
 def _product(
     x, weight, first_output, N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Outputs from ``first_output`` on over this program's part of the inputs, float32 [BLOCK_N, BLOCK_T].
 
@@ -59,14 +75,16 @@ def _product(
     """
     if BLOCK_T == 1:
         output = first_output + tl.arange(0, BLOCK_N)
-        acc = _row_product(x, weight, output, output < N, K, BLOCK_N, BLOCK_K, NUM_STAGES)
+        acc = _row_product(x, weight, output, output < N, K, BLOCK_K, NUM_STAGES, EARLY)
     else:
         LENGTH: tl.constexpr = (K + BLOCK_K * PARTS - 1) // (BLOCK_K * PARTS) * BLOCK_K
         begin = tl.program_id(1) * LENGTH
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        wait_for_former(EARLY)
         # What lies outside of the tensors is read as zeros.
         for k in tl.range(begin, begin + LENGTH, BLOCK_K, num_stages=NUM_STAGES):
             acc = tl.dot(weight.load([first_output, k]), x.load([0, k]).T, acc)
+        let_next_begin(EARLY)
     return acc
 
 
@@ -112,10 +130,9 @@ def _norm_product_kernel(
     BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
     tile = tl.program_id(0)
     output, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
-    acc = _product(x, weight, tile * BLOCK_N, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES)
+    acc = _product(x, weight, tile * BLOCK_N, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES, EARLY)
     if PARTS > 1:
         if not _is_last(acc, output, row, partial_ptr, arrivals_ptr + tile, N, BLOCK_T, PARTS):
             return
@@ -133,22 +150,23 @@ def _gate_up_kernel(
     I: tl.constexpr, K: tl.constexpr, X: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,  # noqa: E741
     BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
     tile = tl.program_id(0)
     output, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     if BLOCK_T == 1:
         # A gate and its up side by side, so that the row is gone through once for both.
         both = tl.arange(0, 2 * BLOCK_N)
         column = tile * BLOCK_N + both // 2
-        acc = _row_product(x, weight, column + both % 2 * I, column < I, K, 2 * BLOCK_N, BLOCK_K, NUM_STAGES)
+        acc = _row_product(x, weight, column + both % 2 * I, column < I, K, BLOCK_K, NUM_STAGES, EARLY)
         gate, up = tl.split(tl.reshape(acc, [BLOCK_N, 2]))
         gate, up = gate[:, None], up[:, None]
     else:
         gate, up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32), tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        wait_for_former(EARLY)
         for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             x_KT = x.load([0, k]).T
             gate = tl.dot(weight.load([tile * BLOCK_N, k]), x_KT, gate)
             up = tl.dot(weight.load([I + tile * BLOCK_N, k]), x_KT, up)
+        let_next_begin(EARLY)
     factor = _norm_factor(squares_ptr, row, num_rows, eps, K, X, BLOCK_X)
     gate, up = gate * factor, up * factor
     if HAS_BIAS:
@@ -165,10 +183,9 @@ def _product_add_kernel(
     N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
     tile = tl.program_id(0)
     output, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
-    acc = _product(x, weight, tile * BLOCK_N, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES)
+    acc = _product(x, weight, tile * BLOCK_N, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES, EARLY)
     if PARTS > 1:
         if not _is_last(acc, output, row, partial_ptr, arrivals_ptr + tile, N, BLOCK_T, PARTS):
             return

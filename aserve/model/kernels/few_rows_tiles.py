@@ -5,11 +5,10 @@ from typing import Final
 
 import triton
 
-_MAX_PARTS: Final = 8
-_MIN_PART: Final = 512
-"""Inputs that are worth a program of their own."""
 _ONE_ROW_CHANNELS: Final = 4
 _MORE_ROWS_CHANNELS: Final = 64
+_MIN_PART: Final = 512
+"""Inputs that are worth a program of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,24 +26,40 @@ class ProductTiles:
 
     @classmethod
     def of(cls, *, num_rows: int, num_outputs: int, num_inputs: int, num_multiprocessors: int) -> "ProductTiles":
-        """For a product that is not gate and up."""
-        inputs = min(2048, triton.next_power_of_2(num_inputs))
+        """For a product that is not gate and up. Within 4 % of the best setting at 1, 16 and 64 rows."""
         if num_rows == 1:
-            return cls(rows=1, outputs=_ONE_ROW_CHANNELS, inputs=inputs, parts=1, num_stages=2, num_warps=4)
-        outputs = _MORE_ROWS_CHANNELS
+            has_many = num_outputs > 8 * _ONE_ROW_CHANNELS * num_multiprocessors  # more programs than run at once
+            return cls._of_one_row(_ONE_ROW_CHANNELS, num_inputs, whole=4096 if has_many else 2048)
+        rows, outputs, inputs = _rows(num_rows), _MORE_ROWS_CHANNELS, 128
         num_tiles = triton.cdiv(num_outputs, outputs)
-        parts, parts_max = 1, min(_MAX_PARTS, num_inputs // _MIN_PART)
-        while 2 * parts <= parts_max and 2 * parts * num_tiles <= parted_programs_max(num_multiprocessors):
+        # Partial sums are written and read again, which many rows feel.
+        parts, parts_max = 1, min(128 // rows, num_inputs // _MIN_PART)
+        programs_max = parted_programs_max(num_multiprocessors) if rows == 16 else num_multiprocessors
+        while 2 * parts <= parts_max and 2 * parts * num_tiles <= programs_max:
             parts *= 2
-        return cls(rows=_rows(num_rows), outputs=outputs, inputs=128, parts=parts, num_stages=4, num_warps=4)
+        # A program that has its multiprocessor for itself reads far ahead; of more, two share one.
+        depth = 6 if parts * num_tiles <= num_multiprocessors else 3
+        num_stages = min(depth, max(3, num_inputs // (parts * inputs * 2)))
+        return cls(rows=rows, outputs=outputs, inputs=inputs, parts=parts, num_stages=num_stages, num_warps=4)
 
     @classmethod
     def of_pairs(cls, *, num_rows: int, num_inputs: int) -> "ProductTiles":
         """For gate and up: ``outputs`` of each."""
         if num_rows == 1:
-            inputs = min(2048, triton.next_power_of_2(num_inputs))
-            return cls(rows=1, outputs=2, inputs=inputs, parts=1, num_stages=2, num_warps=4)
-        return cls(rows=_rows(num_rows), outputs=64, inputs=128, parts=1, num_stages=3, num_warps=4)
+            return cls._of_one_row(2, num_inputs, whole=4096, columns_an_output=2)
+        rows = _rows(num_rows)
+        return cls(rows=rows, outputs=64, inputs=128, parts=1, num_stages=3 if rows == 16 else 4, num_warps=4)
+
+    @classmethod
+    def _of_one_row(cls, outputs: int, num_inputs: int, *, whole: int, columns_an_output: int = 1) -> "ProductTiles":
+        """whole: inputs that are gone through at once."""
+        if num_inputs > 4096:
+            inputs, stages = 1024 if num_inputs > 8192 else 2048, 2
+            warps = 4
+        else:
+            inputs, stages = min(whole, max(128, triton.next_power_of_2(num_inputs))), 1
+            warps = min(8, max(1, outputs * columns_an_output * inputs // 1024))
+        return cls(rows=1, outputs=outputs, inputs=inputs, parts=1, num_stages=stages, num_warps=warps)
 
 
 def parted_programs_max(num_multiprocessors: int) -> int:

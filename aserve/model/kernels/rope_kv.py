@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aserve.model.kernels.early import begin_early, early_launch
+from aserve.model.kernels.early import early_launch, let_next_begin, wait_for_former
 
 
 def rope_table(frequencies_F: Tensor, num_positions: int, attention_factor: float = 1.0) -> Tensor:
@@ -25,7 +25,6 @@ def _rope_kv_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_F: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_early(EARLY)
     F: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -33,6 +32,7 @@ def _rope_kv_kernel(
     inside = (head < A + 2 * H)[:, None] & (pair < F)[None, :]
     offsets = head[:, None] * D + pair[None, :]
     row_ptr = qkv_ptr + token * ((A + 2 * H) * D)
+    wait_for_former(EARLY)
     first = tl.load(row_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(row_ptr + offsets + F, mask=inside, other=0.0).to(tl.float32)
     turns = inside & (head < A + H)[:, None]
@@ -52,6 +52,7 @@ def _rope_kv_kernel(
         is_q = inside & (head < A)[:, None]
         tl.store(row_ptr + offsets, first.to(qkv_ptr.dtype.element_ty), mask=is_q)
         tl.store(row_ptr + offsets + F, second.to(qkv_ptr.dtype.element_ty), mask=is_q)
+    let_next_begin(EARLY)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     kv_head = (head - A).to(tl.int64)  # k's heads, then v's
     place = kv_head // H * stride_kv + kv_head % H * stride_head + slot // P * stride_block + slot % P * D

@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"),
 ]
 
-DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
-NUM_STEPS = 2
+DTYPE, TOLERANCE = (torch.bfloat16, 6e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+NUM_STEPS = 4 if DEVICE == "cuda" else 1
 
 
 async def logits_of_steps(folder: Path, sequences: list[list[int]], *, has_short_form: bool) -> torch.Tensor:
@@ -39,17 +39,19 @@ async def logits_of_steps(folder: Path, sequences: list[list[int]], *, has_short
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("num_rows", [1, 3])
-async def test_the_short_form_is_as_exact_as_the_long_one(name: str, num_rows: int, tmp_path: Path) -> None:
+async def test_the_short_form_is_as_exact_as_the_long_one(name: str, tmp_path: Path) -> None:
     """Biases, norms of heads, windows, layers without rotation, tied weights: alone and with others."""
     model_type, overrides = NATIVE[name]
     model = hf_model(model_type, **overrides)
     folder = save(model, tmp_path / name)
-    sequences = [prompt(length, seed=length) for length in (15, 11, 18)[:num_rows]]
-    expected = torch.stack([hf_logits(model, tokens)[-NUM_STEPS:] for tokens in sequences], 1)
+    sequences = [prompt(length, seed=length) for length in (15, 11, 18)]
+    expected = [hf_logits(model, tokens)[-NUM_STEPS:] for tokens in sequences]
+    distances = {}
+    for form in (True, False):
+        alone = await logits_of_steps(folder, sequences[:1], has_short_form=form)
+        together = await logits_of_steps(folder, sequences, has_short_form=form)
+        found = torch.cat((alone, together), 1)
+        distances[form] = distance(found, torch.stack([expected[0], *expected], 1))
 
-    short = distance(await logits_of_steps(folder, sequences, has_short_form=True), expected)
-    long = distance(await logits_of_steps(folder, sequences, has_short_form=False), expected)
-
-    assert short < 1.3 * long + 1e-6
-    assert long < TOLERANCE
+    assert distances[True] < 1.3 * distances[False] + 1e-6
+    assert distances[False] < TOLERANCE
