@@ -33,7 +33,7 @@ from aserve.engine.ports import (
     Tokenizer,
 )
 from aserve.engine.stream import TokenStream
-from aserve.errors import ConfigError, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
+from aserve.errors import AserveError, ConfigError, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
 from aserve.faults import hit
 from aserve.obs.log import Logger
 from aserve.text.stops import StopMatcher
@@ -45,10 +45,11 @@ _QUEUED_POOLS = 8  # default bound of the waiting prompt tokens, in KV pools
 class EngineStatistics:
     """A moment's figures and totals since start; prefix_cache figures count tokens.
 
-    num_eligible_rows: rows that steps could have had at the moment the device began them, a row being one sequence with
-    work, as far as there are slots. num_left_out_rows: those of them that were not in the step, most of them because
-    they came after it was composed; its share of the former is how fragmented the batches are. bubble_s: time that the
-    device stood idle beside work. policy: what the launch policy knows, times in the unit of their names.
+    num_rejected: sequences that found the queue full. num_eligible_rows: rows that steps could have had at the moment
+    the device began them, a row being one sequence with work, as far as there are slots. num_left_out_rows: those of
+    them that were not in the step, most of them because they came after it was composed; its share of the former is
+    how fragmented the batches are. bubble_s: time that the device stood idle beside work. policy: what the launch
+    policy knows, times in the unit of their names.
     """
 
     num_waiting: int
@@ -274,7 +275,16 @@ class Engine:
 
     def fit(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None = None) -> int:
         """The output length to use, as ``core.admission.fit_max_tokens``."""
-        return fit_max_tokens(self._limits, num_prompt_tokens, max_tokens, default)
+        try:
+            return fit_max_tokens(self._limits, num_prompt_tokens, max_tokens, default)
+        except InvalidRequest as error:
+            self._refused(error)
+            raise
+
+    def _refused(self, error: AserveError) -> AserveError:
+        """Counts a call that is turned away with this error, and returns it."""
+        self._observer.request_rejected(error.code or "invalid_request")
+        return error
 
     def submit_nowait(self, request: GenerationRequest) -> TokenStream:
         """Take a call and return its stream.
@@ -285,12 +295,11 @@ class Engine:
         hit("engine.submit")
         now = self._clock()
         if self._death is not None:
-            raise EngineDead(f"The engine has stopped: {self._death}")
+            raise self._refused(EngineDead(f"The engine has stopped: {self._death}"))
         if self._is_draining:
-            self._observer.request_rejected("server_draining")
-            raise Draining("The server is shutting down.", retry_after_s=1.0)
+            raise self._refused(Draining("The server is shutting down.", retry_after_s=1.0))
         if request.request_id in self._calls:
-            raise InvalidRequest(f"A request with the id {request.request_id!r} is open already.")
+            raise self._refused(InvalidRequest(f"A request with the id {request.request_id!r} is open already."))
         params = self._params(request)
         for prompt in request.prompts:
             self.fit(len(prompt), params.max_tokens)
@@ -300,8 +309,8 @@ class Engine:
         reject = admit(self._limits, waiting, len(specs), num_tokens, now)
         if reject is not None:
             self._num_rejected += len(specs)
-            self._observer.request_rejected("server_overloaded")
-            raise Overloaded(f"The server is at its limit: {reject.reason}.", retry_after_s=reject.retry_after_s)
+            sentence = f"The server is at its limit: {reject.reason}."
+            raise self._refused(Overloaded(sentence, retry_after_s=reject.retry_after_s))
         return self._open(request, specs, now)
 
     def _params(self, request: GenerationRequest) -> SamplingParams:
@@ -310,7 +319,8 @@ class Engine:
             stop_ids |= dict.fromkeys(self.info.eos_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             room = MAX_STOP_IDS - len(self.info.eos_ids)
-            raise InvalidRequest(f"At most {room} stop token ids are possible here.", param="stop_token_ids")
+            sentence = f"At most {room} stop token ids are possible here."
+            raise self._refused(InvalidRequest(sentence, param="stop_token_ids"))
         return replace(request.params, stop_token_ids=tuple(stop_ids))
 
     def _specs(self, request: GenerationRequest, params: SamplingParams, now: float) -> list[SequenceSpec]:

@@ -29,11 +29,10 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_REASONS: Final = ("stop", "length", "abort", "timeout", "error")
 
 REJECT_REASONS: Final = (
-    "invalid_request", "unsupported", "context_length_exceeded", "invalid_api_key", "model_not_found",
-    "payload_too_large", "rate_limit_exceeded", "server_overloaded", "server_draining", "model_loading", "engine_dead",
-    "other",
+    "server_overloaded", "server_draining", "context_length_exceeded", "invalid_request", "engine_dead", "other"
 )  # fmt: skip
-"""Codes of ``aserve.errors`` under which a request is turned away at the door."""
+"""Codes of ``aserve.errors`` under which the engine turns a request away. What the server refuses before it asks the
+engine (a field out of range, a wrong key, an unknown model) is in ``http_responses_total``, by route and status."""
 
 PROMPT_SOURCES: Final = ("local_cache_hit", "local_compute")
 """Where the KV of a prompt's tokens came from, in vLLM's words."""
@@ -202,7 +201,9 @@ class Metrics:
             LabelledCounter("finish_reason", FINISH_REASONS), "requests_finished", "Sequences ended, by reason."
         )
         self.rejected = add(
-            LabelledCounter("reason", REJECT_REASONS), "requests_rejected", "Requests turned away, by reason."
+            LabelledCounter("reason", REJECT_REASONS),
+            "requests_rejected",
+            "Requests that the engine turned away, by reason.",
         )
         self.http_responses = add(
             BoundedCounter(("route", "method", "status"), MAX_HTTP_LABELS),

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aserve.core.request import FinishReason
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.ports import NullObserver, RequestEnd
+from aserve.errors import AserveError
 from aserve.obs.instruments import Histogram
 from aserve.obs.metrics import Metrics
 from aserve.testing import ScriptedRunner
@@ -159,3 +160,32 @@ async def test_a_resumed_sequence_starts_once() -> None:
         assert None not in (end.started_s, end.first_token_s, end.last_token_s)
         times = [end.submitted_s, end.started_s, end.first_token_s, end.last_token_s, end.ended_s]
         assert times == sorted(times)
+
+
+async def test_refusals_by_reason(metrics: Metrics) -> None:
+    """Each call that the engine turns away counts once, under the code of its error; one that runs does not."""
+    runner = ScriptedRunner(max_model_len=64)
+    async with running(runner, observer=MetricsObserver(metrics), max_queue_requests=1) as engine:
+
+        def refuse(*args: object, **fields: object) -> None:
+            with pytest.raises(AserveError):
+                engine.submit_nowait(request(*args, **fields))  # type: ignore[arg-type]
+
+        engine.submit_nowait(request(request_id="open"))  # and it waits, until the loop gets a turn
+        refuse("x" * 64, request_id="long")
+        refuse("x", request_id="open")
+        refuse("x", request_id="many", stop_token_ids=tuple(range(100, 130)))
+        refuse("x", request_id="late")
+        with pytest.raises(AserveError):
+            engine.fit(65, None)
+        await engine.drain(0.0)
+        refuse("x", request_id="later")
+
+    assert metrics.rejected.values == {
+        "server_overloaded": 1,
+        "server_draining": 1,
+        "context_length_exceeded": 2,
+        "invalid_request": 2,
+        "engine_dead": 0,
+        "other": 0,
+    }
