@@ -411,6 +411,9 @@ class Engine:
 
     # --- what a stream's reader does (``stream.StreamOwner``)
 
+    def others_wait(self) -> bool:
+        return len(self.scheduler.waiting) > 0
+
     def stream_stalled(self, stream: TokenStream) -> None:
         self._tell_scheduler(stream, events.ReaderStalled, "parked")
 

@@ -19,7 +19,9 @@ class EngineOptions:
     mailbox_bytes: int = _option(65536, "Text that a stream holds for its reader before it counts as lagging.")
     mailbox_events: int = _option(256, "Deltas that a stream holds before further ones are joined to the last.")
     park_after_s: float = _option(
-        1.0, "A reader that lags for this long has its request parked: off the device until it has read."
+        1.0,
+        "A reader that lags for this long, or a tenth of it while others wait, has its request parked: off the device "
+        "until it has read.",
     )
     stall_timeout_s: float = _option(30.0, "A reader that lags for this long loses its request.")
     request_timeout_s: float = _option(

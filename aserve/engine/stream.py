@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from aserve.engine.generation import Delta, Usage
 from aserve.engine.options import EngineOptions
@@ -19,13 +19,21 @@ class Timings:
     last_token_s: float | None = None
 
 
+LOOKS: Final = 10
+"""At parts of ``park_after_s`` at which a lagging reader is looked at, and parked if others wait for its place."""
+
+
 class StreamOwner(Protocol):
     """Whom a stream tells what its reader does: the engine."""
+
+    def others_wait(self) -> bool:
+        """Whether some request has no place on the device."""
+        ...
 
     def stream_closed(self, stream: "TokenStream") -> None: ...
 
     def stream_stalled(self, stream: "TokenStream") -> None:
-        """The mailbox has been full for ``park_after_s``."""
+        """The mailbox has been full for ``park_after_s``, or for less while others waited."""
         ...
 
     def stream_caught_up(self, stream: "TokenStream") -> None:
@@ -41,9 +49,9 @@ class TokenStream:
     """The deltas of one call. One reader.
 
     When the reader lags beyond the mailbox's bounds, further deltas are joined to the last one of their choice; when it
-    lags for ``park_after_s`` the request leaves the device until it has read, and after ``stall_timeout_s`` it is
-    aborted. Closing it, or leaving it to ``async with``, aborts what still
-    runs.
+    lags for ``park_after_s``, or a tenth of it where others wait for a place on the device, the request leaves the
+    device until it has read, and after ``stall_timeout_s`` it is aborted. Closing it, or leaving it to ``async with``,
+    aborts what still runs.
     """
 
     def __init__(
@@ -110,12 +118,20 @@ class TokenStream:
 
     def _watch_stall(self) -> None:
         if self._stall_timer is None:
-            loop = asyncio.get_running_loop()
-            self._stall_timer = loop.call_later(self._options.park_after_s, self._on_stalled)
+            self._look_again(LOOKS)
 
-    def _on_stalled(self) -> None:
+    def _look_again(self, num_left: int) -> None:
+        part_s = self._options.park_after_s / LOOKS
+        self._stall_timer = asyncio.get_running_loop().call_later(part_s, self._look, num_left - 1)
+
+    def _look(self, num_left: int) -> None:
+        """A part of ``park_after_s`` has passed, and the reader has taken nothing."""
+        if num_left and not self._owner.others_wait():
+            self._look_again(num_left)
+            return
         self._is_stalled = True
-        left_s = max(0.0, self._options.stall_timeout_s - self._options.park_after_s)
+        lagged_s = self._options.park_after_s * (LOOKS - num_left) / LOOKS
+        left_s = max(0.0, self._options.stall_timeout_s - lagged_s)
         self._stall_timer = asyncio.get_running_loop().call_later(left_s, self._owner.stream_given_up, self)
         self._owner.stream_stalled(self)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 from engine_builders import end, read, request, running, settle, text, tokens
@@ -217,6 +218,27 @@ async def test_readers_that_never_read_do_not_stop_a_newcomer() -> None:
             stream.close()
 
     assert (text(deltas), end(deltas).finish) == ("ok ok", FinishReason.LENGTH)
+
+
+async def test_a_reader_that_lags_is_parked_sooner_where_somebody_waits() -> None:
+    """After a tenth of the time; alone it keeps its place, and gets every token either way."""
+    runner = ScriptedRunner(b"abcdefgh", max_num_seqs=1, step_time_s=0.0005)
+    async with running(runner, mailbox_events=4, park_after_s=2.0, stall_timeout_s=60.0) as engine:
+        stream = engine.submit_nowait(request(max_tokens=800))
+        async with asyncio.timeout(10):
+            while not stream.is_lagging:  # noqa: ASYNC110  # a state that nobody announces
+                await asyncio.sleep(0.001)
+        lags_since_s = time.monotonic()
+        num_running = engine.statistics().num_running
+        newcomer = await read(engine.submit_nowait(request(max_tokens=5)))
+        waited_s = time.monotonic() - lags_since_s
+        parked = engine.statistics().num_parked
+        deltas = await read(stream)
+
+    assert (num_running, parked) == (1, 1)
+    assert waited_s < 1.0
+    assert text(newcomer) == "abcde"
+    assert text(deltas) == "abcdefgh" * 100
 
 
 async def test_draining_lets_the_running_finish_and_takes_nothing_new() -> None:
