@@ -27,9 +27,9 @@ from aserve.core.request import FinishReason, SamplingParams
 from aserve.device.alarm import Alarm
 from aserve.device.alarm import is_supported as alarm_is_supported
 from aserve.engine.engine import Engine as CoreEngine
-from aserve.engine.engine import EngineStatistics, Health
 from aserve.engine.generation import Delta, Usage
 from aserve.engine.ports import Runner, RunnerInfo, Tokenizer
+from aserve.engine.statistics import EngineStatistics, Health
 from aserve.engine.stream import TokenStream
 from aserve.errors import (
     AserveError,

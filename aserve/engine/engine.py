@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from aserve.core.request import MAX_STOP_IDS, FinishReason, SamplingParams, Sequ
 from aserve.core.scheduler import Scheduler
 from aserve.engine.deliver import Choice, Deliverer
 from aserve.engine.generation import GenerationRequest
+from aserve.engine.group import sequence_specs
 from aserve.engine.lander import Flying, Lander
 from aserve.engine.loop import LaunchLoop, LoopAlarm, MakeAlarm
 from aserve.engine.options import EngineOptions
@@ -32,6 +32,7 @@ from aserve.engine.ports import (
     StepLanding,
     Tokenizer,
 )
+from aserve.engine.statistics import EngineStatistics, Health
 from aserve.engine.stream import TokenStream
 from aserve.errors import AserveError, ConfigError, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
 from aserve.faults import hit
@@ -39,59 +40,6 @@ from aserve.obs.log import Logger
 from aserve.text.stops import StopMatcher
 
 _QUEUED_POOLS = 8  # default bound of the waiting prompt tokens, in KV pools
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatistics:
-    """A moment's figures and totals since start; prefix_cache figures count tokens.
-
-    num_rejected: sequences that found the queue full. num_eligible_rows: rows that steps could have had at the moment
-    the device began them, a row being one sequence with work, as far as there are slots. num_left_out_rows: those of
-    them that were not in the step, most of them because they came after it was composed; its share of the former is
-    how fragmented the batches are. bubble_s: time that the device stood idle beside work. policy: what the launch
-    policy knows, times in the unit of their names.
-    """
-
-    num_waiting: int
-    num_queued_tokens: int
-    max_queue_requests: int
-    max_queue_tokens: int
-    num_running: int
-    num_parked: int
-    num_inflight_steps: int
-    num_streams: int
-    num_blocks: int
-    num_blocks_free: int
-    num_blocks_cached: int
-    num_blocks_pending: int
-    kv_cache_usage: float
-    num_accepted: int
-    num_rejected: int
-    num_finished: dict[str, int]
-    num_steps: int
-    num_failed_steps: int
-    num_rows: int
-    num_prefill_tokens: int
-    num_preemptions: int
-    num_wasted_rows: int
-    num_eligible_rows: int
-    num_left_out_rows: int
-    bubble_s: float
-    prompt_tokens: int
-    generation_tokens: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    policy: dict[str, float]
-    runner: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """alive: the engine can still make progress. ready: it would take a request now. reason: why not."""
-
-    alive: bool
-    ready: bool
-    reason: str
 
 
 @dataclass(slots=True, eq=False)
@@ -103,15 +51,6 @@ class _Call:
     sequences: list[SequenceId]
     num_output: list[int]
     deadline: asyncio.TimerHandle | None = None
-
-
-def _mix(seed: int, index: int) -> int:
-    """The 64-bit key of a group's child: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of seed and index."""
-    mask = (1 << 64) - 1
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
 
 
 class Engine:
@@ -303,7 +242,7 @@ class Engine:
         params = self._params(request)
         for prompt in request.prompts:
             self.fit(len(prompt), params.max_tokens)
-        specs = self._specs(request, params, now)
+        specs = sequence_specs(request, params, self._sequence_ids, now)
         waiting = self.scheduler.waiting
         num_tokens = sum(self.scheduler.num_uncached(spec) for spec in specs) if len(waiting) else 0
         reject = admit(self._limits, waiting, len(specs), num_tokens, now)
@@ -322,28 +261,6 @@ class Engine:
             sentence = f"At most {room} stop token ids are possible here."
             raise self._refused(InvalidRequest(sentence, param="stop_token_ids"))
         return replace(request.params, stop_token_ids=tuple(stop_ids))
-
-    def _specs(self, request: GenerationRequest, params: SamplingParams, now: float) -> list[SequenceSpec]:
-        seed = secrets.randbits(64) if request.seed is None else request.seed
-        specs: list[SequenceSpec] = []
-        for prompt in request.prompts:
-            for child in range(request.n):
-                sequence = SequenceId(next(self._sequence_ids))
-                leader = None if child == 0 else specs[-child].id
-                specs.append(
-                    SequenceSpec(
-                        id=sequence,
-                        prompt=prompt,
-                        params=params,
-                        seed=_mix(seed, child),
-                        priority=request.priority,
-                        arrival_s=now,
-                        cache_salt=request.cache_salt,
-                        leader=leader,
-                        leads=child == 0 and request.n > 1,
-                    )
-                )
-        return specs
 
     def _open(self, request: GenerationRequest, specs: list[SequenceSpec], now: float) -> TokenStream:
         stream = TokenStream(

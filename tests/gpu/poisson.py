@@ -26,8 +26,9 @@ from make_models import SHAPES, write_model
 
 from aserve.core.policy import POLICIES
 from aserve.device.threads import prepare_process
-from aserve.engine.engine import Engine, EngineStatistics
+from aserve.engine.engine import Engine
 from aserve.engine.ports import Runner
+from aserve.engine.statistics import EngineStatistics
 from aserve.model.options import ModelOptions
 from aserve.obs.loop_watch import freeze_heap
 from aserve.text.chat_template import ChatTemplate, PromptRenderer

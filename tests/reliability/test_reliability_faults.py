@@ -29,7 +29,7 @@ from whole_builders import (
 from wire_builders import until
 
 from aserve import faults
-from aserve.engine.engine import _mix
+from aserve.engine.group import child_seed
 from aserve.errors import DeviceLost
 from aserve.testing import expected_tokens
 
@@ -369,7 +369,7 @@ async def test_every_answer_is_the_one_it_would_be_alone(name: str) -> None:
                 np.array(prompt),
                 wanted["max_tokens"],
                 vocab_size=256,
-                seed=_mix(number, 0),
+                seed=child_seed(number, 0),
                 needs_history=bool(penalty),
             )
 
@@ -388,7 +388,7 @@ async def test_a_flush_under_a_shared_prefix_changes_nothing() -> None:
         flushed = await stack.ask("POST", "/reset_prefix_cache")
         answers = await asyncio.gather(*tasks)
 
-    expected = expected_tokens(np.array(prompt), 40, vocab_size=256, seed=_mix(1, 0))
+    expected = expected_tokens(np.array(prompt), 40, vocab_size=256, seed=child_seed(1, 0))
     assert flushed.status == 200
     assert [answer.choices[0]["token_ids"] for answer in answers] == [expected] * 4
 
