@@ -1,6 +1,6 @@
 """What each kernel takes on this GPU, beside the time that its bytes or operations need, and whole plain decode steps.
 
-    python tests/gpu/bench_kernels.py [elementwise] [decode] [chunks] [products] [sampler] [steps] [--tune]
+    python tests/gpu/bench_kernels.py [elementwise] [decode] [chunks] [products] [sampler] [steps] [--tune] [--rows 1]
 
 Each figure is the median replay of a CUDA graph that runs the kernel once a layer, over as many caches and weights, so
 that nothing is found in the L2 cache that a step would not find there. --tune tries all tile settings.
@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -341,9 +341,9 @@ def product_settings(num_rows: int, num_outputs: int, num_inputs: int, pairs: bo
     return found
 
 
-def bench_products(tune: bool) -> None:
+def bench_products(tune: bool, nums_rows: Sequence[int] = ()) -> None:
     """Products of few rows with what goes along, beside the library's alone and what surrounds it on the long way."""
-    for shape, num_rows in itertools.product(SHAPES, (1, 16, 64)):
+    for shape, num_rows in itertools.product(SHAPES, nums_rows or (1, 16, 64)):
         bench_products_case(shape, num_rows, tune)
         torch.cuda.empty_cache()
 
@@ -581,7 +581,7 @@ def forms_of_step(
     return forms
 
 
-def bench_steps(tune: bool) -> None:
+def bench_steps(tune: bool, nums_rows: Sequence[int] = ()) -> None:
     for shape in SHAPES:
         std = 0.02
         embedding = randn(shape.vocab, shape.hidden, std=0.5)
@@ -597,6 +597,8 @@ def bench_steps(tune: bool) -> None:
         weight_bytes = 2 * sum(w.numel() for name, ws in weights.items() if name != "embedding" for w in ws)
         cases = {f"{n}x{c}": [c] * n for n, c in ((1, 640), (16, 640), (64, 640), (256, 640), (64, 4096))}
         for name, lengths in {**cases, "ragged": ragged_lengths()}.items():
+            if len(lengths) not in (nums_rows or [len(lengths)]):
+                continue
             num_bytes = weight_bytes + sum(lengths) * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
             probe = PROBE_STEP_MS.get((shape.name, name))
             for form, make in forms_of_step(shape, lengths, weights).items():
@@ -615,12 +617,13 @@ def main() -> None:
         "elementwise": bench_elementwise,
         "decode": bench_decode,
         "chunks": bench_chunks,
-        "products": bench_products,
+        "products": lambda tune: bench_products(tune, options.rows),
         "sampler": bench_sampler,
-        "steps": bench_steps,
+        "steps": lambda tune: bench_steps(tune, options.rows),
     }
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them, if none is named")
     parser.add_argument("--tune", action="store_true", help="attention and products with all tile settings")
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="of products and steps, only these")
     options = parser.parse_args()
     torch.manual_seed(0)
     for name in options.parts or parts:

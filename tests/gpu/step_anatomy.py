@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+_ADDING: Final = "_product_add_kernel"
 _BY_KERNEL: Final = {
     "_differences_kernel": "slot differences",
     "_lay_out_kernel": "layout",
@@ -14,8 +15,10 @@ _BY_KERNEL: Final = {
     "_rope_kv_kernel": "rope and K/V write",
     "_decode_kernel": "attention",
     "_chunk_kernel": "attention",
+    _ADDING: "",  # the output's or down's
     "_add_kernel": "residual and norm",
     "_silu_mul_kernel": "silu and product",
+    "_gate_up_kernel": "gate and up product",
     "_sample_kernel": "sampler",
     "_commit_kernel": "slot update and result words",
 }
@@ -24,7 +27,11 @@ _PRODUCTS: Final = {  # by what comes next, and before where that does not say i
     "silu and product": "gate and up product",
     "sampler": "logits product",
 }
-_PRODUCTS_BEFORE_NORM: Final = {"attention": "output product", "silu and product": "down product"}
+_PRODUCTS_AFTER: Final = {
+    "attention": "output product",
+    "silu and product": "down product",
+    "gate and up product": "down product",
+}
 _COPY: Final = "copy of the words"
 _FIRST: Final = "slot differences"
 _LAST: Final = "slot update and result words"
@@ -58,16 +65,16 @@ class Anatomy:
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
-    """The part of each, in the order in which they ran. What is no kernel of ours is a product: which one, its
-    neighbours tell."""
+    """The part of each, in the order in which they ran. What has no name of its own is a product: which one, its
+    neighbours tell (of the product of gate and up, in the long form, only the one that comes next)."""
     known = [next((part for kernel, part in _BY_KERNEL.items() if kernel in name), "") for name in names]
     known = [part or (_COPY if "HtoD" in name else "") for name, part in zip(names, known, strict=True)]
     found, before = [], ""
     for index, part in enumerate(known):
         if not part:
             after = next((later for later in known[index + 1 :] if later), "")
-            is_norm = after == "residual and norm"
-            part = (_PRODUCTS_BEFORE_NORM.get(before) if is_norm else _PRODUCTS.get(after)) or _OTHER
+            by_next = "" if _ADDING in names[index] else _PRODUCTS.get(after)
+            part = by_next or _PRODUCTS_AFTER.get(before) or _OTHER
         else:
             before = part
         found.append(part)

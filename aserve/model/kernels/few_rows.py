@@ -47,19 +47,23 @@ def _inputs(x_ptr, k, K: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _row_product(
-    x_ptr, weight_ptr, output, inside, K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, weight_ptr, output, inside, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row by the weight's rows ``output``, float32 [BLOCK_N, 1]."""
     place = tl.arange(0, BLOCK_K)
     row_ptr = weight_ptr + output.to(tl.int64)[:, None] * K
-    # Weights are nobody's result: the first of them are on their way while the kernel in front still runs.
-    weight = _weights(row_ptr, place, inside, K, BLOCK_K > K)
-    wait_for_former(EARLY)
-    acc = weight * _inputs(x_ptr, place, K, BLOCK_K > K)
-    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=NUM_STAGES):
-        k = start + place
-        acc += _weights(row_ptr, k, inside, K, K % BLOCK_K != 0) * _inputs(x_ptr, k, K, K % BLOCK_K != 0)
+    if BLOCK_K >= K:
+        # Weights are nobody's result: they are on their way while the kernel in front still runs.
+        weight = _weights(row_ptr, place, inside, K, BLOCK_K > K)
+        wait_for_former(EARLY)
+        acc = weight * _inputs(x_ptr, place, K, BLOCK_K > K)
+    else:
+        wait_for_former(EARLY)
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            k = start + place
+            acc += _weights(row_ptr, k, inside, K, K % BLOCK_K != 0) * _inputs(x_ptr, k, K, K % BLOCK_K != 0)
     let_next_begin(EARLY)
     return tl.sum(acc, 1)[:, None]
 
@@ -75,7 +79,7 @@ def _product(
     """
     if BLOCK_T == 1:
         output = first_output + tl.arange(0, BLOCK_N)
-        acc = _row_product(x, weight, output, output < N, K, BLOCK_K, NUM_STAGES, EARLY)
+        acc = _row_product(x, weight, output, output < N, K, BLOCK_N, BLOCK_K, NUM_STAGES, EARLY)
     else:
         LENGTH: tl.constexpr = (K + BLOCK_K * PARTS - 1) // (BLOCK_K * PARTS) * BLOCK_K
         begin = tl.program_id(1) * LENGTH
@@ -156,7 +160,7 @@ def _gate_up_kernel(
         # A gate and its up side by side, so that the row is gone through once for both.
         both = tl.arange(0, 2 * BLOCK_N)
         column = tile * BLOCK_N + both // 2
-        acc = _row_product(x, weight, column + both % 2 * I, column < I, K, BLOCK_K, NUM_STAGES, EARLY)
+        acc = _row_product(x, weight, column + both % 2 * I, column < I, K, 2 * BLOCK_N, BLOCK_K, NUM_STAGES, EARLY)
         gate, up = tl.split(tl.reshape(acc, [BLOCK_N, 2]))
         gate, up = gate[:, None], up[:, None]
     else:
