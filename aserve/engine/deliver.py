@@ -329,7 +329,11 @@ class Deliverer:
             timings = choice.stream.timings
             timings.last_token_s = max(timings.last_token_s or 0.0, choice.last_token_s)
         if text is None:
-            text = choice.decoder.finish()
+            try:
+                text = choice.decoder.finish()
+            except BaseException as fault:  # native code that panics raises no Exception
+                text, reason, stop_reason = "", FinishReason.ERROR, None
+                error = f"The last tokens could not be made into text: {fault}"
             if choice.matcher is not None:
                 result = choice.matcher.push(text)
                 text = result.text

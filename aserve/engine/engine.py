@@ -195,9 +195,11 @@ class Engine:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
             self._main = None
-        for choice in list(self._deliverer.choices.values()):
-            self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
-        await self._runner.aclose()
+        try:
+            for choice in list(self._deliverer.choices.values()):
+                self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
+        finally:
+            await self._runner.aclose()
 
     # --- calls
 

@@ -245,32 +245,41 @@ async def test_a_tokenizer_that_fails_costs_its_own_request_only(where: str, fau
 
 
 class BadDecoder:
-    """Turns tokens into x until it meets a bang."""
+    """Turns tokens into x until it meets a bang. Holds a bracket until the end, and fails at it then."""
 
     def __init__(self, fault: BaseException) -> None:
         self._fault = fault
+        self._is_holding = False
 
     def push(self, token: int) -> str:
         if token == ord("!"):
             raise self._fault
-        return "x"
+        self._is_holding = token == ord("(")
+        return "" if self._is_holding else "x"
 
     def finish(self) -> str:
+        if self._is_holding:
+            raise self._fault
         return ""
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("no"), Panic("native code panicked")], ids=repr)
-async def test_a_decoder_that_fails_costs_its_own_request_only(fault: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("token", "at", "text"), [("!", 3, "xxx"), ("(", 8, "xxxxxxxx")], ids=["at once", "at the end"]
+)
+async def test_a_decoder_that_fails_costs_its_own_request_only(
+    fault: BaseException, token: str, at: int, text: str
+) -> None:
     """The one whose token has no text ends in error, what it had said is sent, its neighbour goes on."""
     tokenizer = ByteTokenizer()
     tokenizer.decoder = lambda **_: BadDecoder(fault)  # type: ignore[method-assign]
-    runner = ScriptedRunner(lambda context, index: ord("!") if context[1] == 1 and index == 3 else 97, num_blocks=64)
+    runner = ScriptedRunner(lambda context, index: ord(token) if context[1] == 1 and index == at else 97, num_blocks=64)
     async with whole(runner, tokenizer=tokenizer) as stack:
         failed, fine = await asyncio.gather(
             stack.complete([1, 1], stream=True, max_tokens=9), stack.complete([1, 2], stream=True, max_tokens=9)
         )
 
-        assert (failed.text, failed.finish) == ("xxx", "generation_failed")
+        assert (failed.text, failed.finish) == (text, "generation_failed")
         assert (fine.text, fine.finish) == ("x" * 9, "length")
         assert stack.ends == {"error": 1, "length": 1}
 
