@@ -19,8 +19,7 @@ from aserve.model.batch import KVShape
 from aserve.model.config import DecoderShape, ModelConfig
 from aserve.model.decoder import ReadTensor
 from aserve.model.kernels.activation import silu_mul
-from aserve.model.kernels.attention_chunks import mixed_attention
-from aserve.model.kernels.attention_decode import decode_attention
+from aserve.model.kernels.attention_backend import AttentionBackend, TritonAttention
 from aserve.model.kernels.attention_plan import AttentionPlan
 from aserve.model.kernels.few_rows import MAX_ROWS, FewRowsProducts, Stream, can_read
 from aserve.model.kernels.matmul import batch_invariant_matmul
@@ -179,11 +178,12 @@ class CudaDecoder:
         dtype: torch.dtype,
         reference: bool = False,
         short_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+        attention: AttentionBackend | None = None,
     ) -> None:
         """reference: a row's results do not depend on the batch; ``dtype`` has to be float32 then.
 
         short_dtypes: those whose decode steps of few rows take the short form. float16 is not safe there: a residual
-        times a gain, before it is normalised, may be more than it holds.
+        times a gain, before it is normalised, may be more than it holds. attention: ours, unless given.
         """
         assert config.decoder is not None
         assert not reference or dtype == torch.float32
@@ -191,6 +191,7 @@ class CudaDecoder:
         self.shape = shape = config.decoder
         self.dtype = dtype
         self.reference = reference
+        self._attention = attention or TritonAttention()
         self._embedding_VC = read("model.embed_tokens.weight")
         self.device = self._embedding_VC.device
         self._layers = [_read_layer(shape, layer, read, reference) for layer in range(shape.num_layers)]
@@ -348,7 +349,7 @@ class CudaDecoder:
                 qkv_TN, step.positions_T, step.slot_mapping_T, self._rope_PD, kv_layer, qk_norm_AHD=layer.qk_norm_AHD,
                 eps=eps, uses_rope=layer.uses_rope, early=products.early,
             )  # fmt: skip
-            decode_attention(
+            self._attention.attend_rows(
                 q_TAD, kv_layer, step.block_tables_SB, step.plans[layer.window], scale=shape.head_dim**-0.5,
                 early=products.early, out_TAD=attended_TAD,
             )  # fmt: skip
@@ -366,13 +367,12 @@ class CudaDecoder:
         self._head(normed_RC, out_TN=logits_RV)
 
     def _attend(self, q_TAD: Tensor, kv_layer: Tensor, step: ForwardTensors, window: int, attended_TAD: Tensor) -> None:
-        scale, plan = self.shape.head_dim**-0.5, step.plans[window]
+        arguments = q_TAD, kv_layer, step.block_tables_SB, step.plans[window]
+        scale = self.shape.head_dim**-0.5
         if step.has_chunks:
-            mixed_attention(
-                q_TAD, kv_layer, step.block_tables_SB, plan, scale=scale, side=step.side, out_TAD=attended_TAD
-            )
+            self._attention.attend(*arguments, scale=scale, side=step.side, out_TAD=attended_TAD)
         else:
-            decode_attention(q_TAD, kv_layer, step.block_tables_SB, plan, scale=scale, out_TAD=attended_TAD)
+            self._attention.attend_rows(*arguments, scale=scale, early=False, out_TAD=attended_TAD)
 
 
 def _read_layer(shape: DecoderShape, layer: int, read: ReadTensor, reference: bool) -> _Layer:

@@ -23,6 +23,7 @@ from aserve.model.cuda_fallback import load_cuda_fallback
 from aserve.model.cuda_runner import CudaFlight, CudaRunner
 from aserve.model.cuda_steps import StepLimits
 from aserve.model.cuda_streams import CudaStreams, join_lanes, make_lanes
+from aserve.model.kernels.attention_backend import AttentionBackend
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.loader import open_weights
 
@@ -85,6 +86,7 @@ def make_runner(
     reference: bool = False,
     samples_on_host: bool = False,
     has_short_form: bool | None = None,
+    attention: AttentionBackend | None = None,
 ) -> CudaRunner:
     """All of the cache that no sequence has written is NaN.
 
@@ -99,6 +101,7 @@ def make_runner(
         reference=reference,
         samples_on_host=samples_on_host,
         has_short_form=has_short_form,
+        attention=attention,
     )
     assert isinstance(runner, CudaRunner)
     return runner
@@ -123,6 +126,7 @@ def _make(
     reference: bool = False,
     samples_on_host: bool = False,
     has_short_form: bool | None = None,
+    attention: AttentionBackend | None = None,
 ) -> CudaRunner | CudaStreams:
     sizes = sizes or Sizes()
     config = ModelConfig.from_folder(folder)
@@ -136,7 +140,14 @@ def _make(
             read = open_weights(folder, config, dtype=dtype, device=device.device)
             forms = {} if has_short_form is None else {"short_dtypes": (dtype,) if has_short_form else ()}
             # Cloned, since memory of its own lies where the short form can read it, as all of a GPU's does.
-            decoder = CudaDecoder(config, lambda name: read(name).clone(), dtype=dtype, reference=reference, **forms)
+            decoder = CudaDecoder(
+                config,
+                lambda name: read(name).clone(),
+                dtype=dtype,
+                reference=reference,
+                attention=attention,
+                **forms,
+            )
             if has_short_form is not None:
                 assert decoder.has_short_form == has_short_form
         limits = StepLimits(
