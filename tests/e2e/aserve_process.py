@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -109,10 +110,15 @@ class ServerProcess:
         self.errors.seek(0)
         return self.errors.read()
 
-    def logged(self, event: str) -> list[dict[str, Any]]:
-        """The log's records of this name, so far."""
-        records = [json.loads(line) for line in self.standard_error.splitlines() if line.startswith("{")]
-        return [record for record in records if record["event"] == event]
+    def logged(self, event: str, *, within_s: float = 10.0) -> list[dict[str, Any]]:
+        """The log's records of this name, so far. The log is written behind what it tells: the first is waited for."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            records = [json.loads(line) for line in self.standard_error.splitlines() if line.startswith("{")]
+            found = [record for record in records if record["event"] == event]
+            if found or time.monotonic() > deadline_s or self.child.poll() is not None:
+                return found
+            time.sleep(0.02)
 
     def get(self, path: str, *, key: str = "") -> Any:
         headers = {"Authorization": f"Bearer {key}"} if key else {}

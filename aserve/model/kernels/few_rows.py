@@ -50,21 +50,25 @@ def _row_product(
     x_ptr, weight_ptr, output, inside, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row by the weight's rows ``output``, float32 [BLOCK_N, 1]."""
+    """One row by the weight's rows ``output``, float32 [BLOCK_N, 1].
+
+    The next kernel may begin at once: programs of one row are small and many, and fill what room there is evenly.
+    """
     place = tl.arange(0, BLOCK_K)
     row_ptr = weight_ptr + output.to(tl.int64)[:, None] * K
     if BLOCK_K >= K:
         # Weights are nobody's result: they are on their way while the kernel in front still runs.
         weight = _weights(row_ptr, place, inside, K, BLOCK_K > K)
         wait_for_former(EARLY)
+        let_next_begin(EARLY)
         acc = weight * _inputs(x_ptr, place, K, BLOCK_K > K)
     else:
         wait_for_former(EARLY)
+        let_next_begin(EARLY)
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             k = start + place
             acc += _weights(row_ptr, k, inside, K, K % BLOCK_K != 0) * _inputs(x_ptr, k, K, K % BLOCK_K != 0)
-    let_next_begin(EARLY)
     return tl.sum(acc, 1)[:, None]
 
 
