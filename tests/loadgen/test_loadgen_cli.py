@@ -42,7 +42,13 @@ async def loadgen_command(*arguments, interrupt_when=None):
 
 async def test_a_run_of_two_processes_is_one_result(tmp_path):
     """Two processes send each request once and give one table and one file, in which their times compare."""
-    async with loopback_server(answer_well) as server:
+
+    async def answer_in_a_while(writer):
+        # A process has four turns, so that one is at work when the other begins, however late the host lets it.
+        await asyncio.sleep(0.1)
+        await answer_well(writer)
+
+    async with loopback_server(answer_in_a_while) as server:
         status, output = await command(
             *("--concurrency", "5", "--num-requests", "40", "--warmup-requests", "3", "--processes", "2"),
             *("--json", str(tmp_path / "run.json"), "--label", "who=test"),
