@@ -2,12 +2,15 @@
 
     python tests/gpu/loop_health.py [--shape llama1b] [--streams 1 16 64 256] [--policies sync overlap late]
     python tests/gpu/loop_health.py --shape llama8b --streams 1 16 64 --policies overlap --tokens 192
+    python tests/gpu/loop_health.py --streams 64 256 --policies overlap --words 128 --tokens 256 --timelines FOLDER
     python tests/gpu/loop_health.py --device cpu --shape tiny --streams 1 8 --tokens 32 --max-num-seqs 8
 
 The whole server in this process, driven over SSE by ``loadgen`` in others; one model is loaded once and served under
 each policy in turn. Each point is measured in one run, and once more for half a second under torch's profiler, which
-tells for how much of the time no kernel ran. CPU is this process's alone; stages by samples of its CPU time. A launch
-is a step's time in ``Runner.launch``, which holds the loop; those of rows alone, without prompts, are told apart.
+tells for how much of the time no kernel ran, and what the loop was at then; --timelines keeps that time's last tenth
+of a second, host and device on one clock, for Perfetto. CPU is this process's alone; stages by samples of its CPU time.
+A launch is a step's time in ``Runner.launch``, which holds the loop; those of rows alone, without prompts, are told
+apart.
 """
 
 import argparse
@@ -19,13 +22,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import uvloop
 from kept_runner import KeptRunner
 from make_models import SHAPES, write_model
+from timeline import host_slices, idle_by_host, idle_gaps, kernels_of, write
 
 from aserve.core.options import SchedulerOptions
 from aserve.core.plan import BatchPlan
@@ -37,6 +41,7 @@ from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.options import EngineOptions
 from aserve.engine.ports import Flight, Runner
+from aserve.engine.trace import Trace
 from aserve.model.options import ModelOptions
 from aserve.obs.log import Logger
 from aserve.obs.loop_watch import LoopWatch, freeze_heap
@@ -81,7 +86,7 @@ class TimedRunner(KeptRunner):
 class Point:
     """Of one policy at so many streams. cpu_us: of this process a token, and by stage.
 
-    rows_*: of steps without prompts.
+    rows_*: of steps without prompts. gpu_idle: shares of the time in which no kernel ran, by what the loop was at.
     """
 
     policy: str
@@ -99,7 +104,7 @@ class Point:
     cpu_us: float
     cpu_us_by_stage: dict[str, float]
     looks_a_step: float
-    gpu_idle: float | None
+    gpu_idle: dict[str, float] | None
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -107,11 +112,22 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-async def load(url: str, streams: int, tokens: int, *, rounds: int, seed: int) -> dict[str, Any]:
-    """Chats of that many streams, ``rounds`` for each. Returns what loadgen found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Chats of that many streams, ``rounds`` for each. tokens: out, of each. words: in, some four tokens each."""
+
+    streams: int
+    tokens: int
+    words: int
+    rounds: int
+
+
+async def load(url: str, load: Load, *, seed: int) -> dict[str, Any]:
+    """Returns what loadgen found."""
+    streams = load.streams
     return await run_loadgen(
-        url, "--concurrency", str(streams), "--num-requests", str(max(streams * rounds, 4)),
-        "--max-tokens", str(tokens), "--words", "32", "--seed", str(seed),
+        url, "--concurrency", str(streams), "--num-requests", str(max(streams * load.rounds, 4)),
+        "--max-tokens", str(load.tokens), "--words", str(load.words), "--seed", str(seed),
         "--processes", "4" if streams >= MANY_STREAMS else "1",
     )  # fmt: skip
 
@@ -143,15 +159,16 @@ async def run_loadgen(url: str, *flags: str) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(
     runner: KeptRunner, options: SchedulerOptions, renderer: PromptRenderer, tokenizer: HFTokenizer
-) -> AsyncIterator[tuple[Engine, str, Metrics]]:
+) -> AsyncIterator[tuple[Engine, str, Metrics, Trace]]:
     """The whole server on a port of its own, put together as ``aserve.main`` does it."""
     metrics = Metrics("measured")
+    trace = Trace(1 << 14, then=MetricsObserver(metrics))
     engine = Engine(
         runner,
         tokenizer,
         options,
         EngineOptions(max_queue_requests=1 << 14),
-        observer=MetricsObserver(metrics),
+        observer=trace,
         make_alarm=Alarm if alarm_is_supported() else None,
     )
     server = Server(
@@ -166,16 +183,23 @@ async def serving(
     await engine.start()
     host, port = await server.start()
     try:
-        yield engine, f"http://{host}:{port}", metrics
+        yield engine, f"http://{host}:{port}", metrics, trace
     finally:
         await server.aclose()
         await engine.aclose()
 
 
 async def measure(
-    engine: Engine, runner: TimedRunner, url: str, metrics: Metrics, policy: str, streams: int, tokens: int, rounds: int
+    engine: Engine,
+    runner: TimedRunner,
+    url: str,
+    metrics: Metrics,
+    trace: Trace,
+    policy: str,
+    asked: Load,
+    timeline: Path | None,
 ) -> Point:
-    await load(url, streams, min(tokens, 32), rounds=1, seed=1)
+    await load(url, replace(asked, tokens=min(asked.tokens, 32), rounds=1), seed=1)
     watch = LoopWatch(metrics.loop_lag, interval_s=0.005)
     sampler = Sampler(DEVICE_STAGES | STAGES)
     before = engine.statistics()
@@ -183,7 +207,7 @@ async def measure(
     watch.start()
     sampler.start()
     started_cpu_s = time.process_time()
-    summary = (await load(url, streams, tokens, rounds=rounds, seed=2))["summary"]
+    summary = (await load(url, asked, seed=2))["summary"]
     cpu_s = time.process_time() - started_cpu_s
     sampler.stop()
     await watch.aclose()
@@ -196,7 +220,7 @@ async def measure(
     cpu_us = cpu_s / num_tokens * 1e6
     return Point(
         policy=policy,
-        streams=streams,
+        streams=asked.streams,
         tokens_per_s=summary["throughput"]["output_tokens_per_s"],
         gap_ms_p50=summary["inter_chunk_ms"]["p50"],
         gap_ms_p99=summary["inter_chunk_ms"]["p99"],
@@ -210,7 +234,7 @@ async def measure(
         cpu_us=cpu_us,
         cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
         looks_a_step=looks / num_steps,
-        gpu_idle=await gpu_idle(engine, url, streams, tokens),
+        gpu_idle=await gpu_idle(engine, url, trace, asked, timeline),
     )
 
 
@@ -221,42 +245,37 @@ def make_profiler() -> Any:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
 
-async def gpu_idle(engine: Engine, url: str, streams: int, tokens: int) -> float | None:
-    """Share of the time between the first kernel and the last in which none ran, in the middle of a load."""
+async def gpu_idle(
+    engine: Engine, url: str, trace: Trace, asked: Load, timeline: Path | None
+) -> dict[str, float] | None:
+    """Shares of the time between the first kernel and the last in which none ran, in the middle of a load, by what the
+    loop was at. timeline: the file for it."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    rounds = 4 if streams >= MANY_STREAMS else 8  # some seconds: the profiler takes its time to start
-    loading = asyncio.create_task(load(url, streams, tokens, rounds=rounds, seed=3))
-    while engine.statistics().num_running < streams and not loading.done():  # noqa: ASYNC110  # nobody announces it
+    rounds = 4 if asked.streams >= MANY_STREAMS else 8  # some seconds: the profiler takes its time to start
+    loading = asyncio.create_task(load(url, replace(asked, rounds=rounds), seed=3))
+    while engine.statistics().num_running < asked.streams and not loading.done():  # noqa: ASYNC110  # nobody tells
         await asyncio.sleep(0.02)
     profiler = make_profiler()
     profiler.start()
     await asyncio.sleep(PROFILE_S)
     profiler.stop()
+    cut = trace.cut(2 * PROFILE_S + 5)  # stopping a profiler takes its time too
+    kernels = kernels_of(profiler)
     loading.cancel()  # at one stream of 8B the rest would take long
     with suppress(asyncio.CancelledError):
         await loading
     while engine.statistics().num_running:  # noqa: ASYNC110  # those that loadgen has left
         await asyncio.sleep(0.02)
-    spans = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # it is there
-    )
-    return idle_share(spans)
-
-
-def idle_share(spans: Sequence[tuple[int, int]]) -> float | None:
-    """Of sorted (start, end), which may overlap: what none covers, between the first start and the last end."""
-    if not spans:
+    if not kernels:
         return None
-    covered, reached = 0, spans[0][0]
-    for start, end in spans:
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1 - covered / max(1, reached - spans[0][0])
+    if timeline is not None:
+        write(cut, kernels, timeline)
+    whole_s = max(kernel.end_s for kernel in kernels) - kernels[0].start_s
+    idle_s = idle_by_host(idle_gaps(kernels), host_slices(cut))
+    return {what: seconds / whole_s for what, seconds in idle_s.items()}
 
 
 def table(points: Sequence[Point]) -> str:
@@ -266,13 +285,17 @@ def table(points: Sequence[Point]) -> str:
         "|---" * 15 + "|",
     ]
     for point in points:
-        idle = "" if point.gpu_idle is None else f"{point.gpu_idle:.1%}"
+        idle = "" if point.gpu_idle is None else f"{sum(point.gpu_idle.values()):.1%}"
         lines.append(
             f"| {point.policy} | {point.streams} | {point.tokens_per_s:.0f} | {point.gap_ms_p50:.2f} "
             f"| {point.gap_ms_p99:.2f} | {point.rows_a_step:.1f} | {point.lag_ms_p50:.2f} | {point.lag_ms_p99:.2f} "
             f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.launch_ms_max:.2f} "
             f"| {point.rows_launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} | {idle} |"
         )
+    for point in points:
+        if point.gpu_idle is not None:
+            shares = ", ".join(f"{what} {share:.1%}" for what, share in point.gpu_idle.items())
+            lines += ["", f"no kernel ran, {point.policy} at {point.streams}, while the loop was at: {shares}"]
     late = [f"{point.policy} at {point.streams}" for point in points if point.launch_ms_p99 > LAUNCH_MS_AIM]
     lines += ["", f"launch p99 above {LAUNCH_MS_AIM} ms: {', '.join(late) or 'nowhere'}"]
     last = points[-1]
@@ -293,15 +316,19 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
     points = []
     try:
         for policy in arguments.policies:
-            async with serving(timed, scheduler_options(arguments, policy), renderer, tokenizer) as (
+            options = scheduler_options(arguments, policy, arguments.max_inflight)
+            async with serving(timed, options, renderer, tokenizer) as (
                 engine,
                 url,
                 metrics,
+                trace,
             ):
                 for streams in arguments.streams:
-                    point = await measure(
-                        engine, timed, url, metrics, policy, streams, arguments.tokens, arguments.rounds
+                    asked = Load(
+                        streams=streams, tokens=arguments.tokens, words=arguments.words, rounds=arguments.rounds
                     )
+                    file = arguments.timelines and arguments.timelines / f"{policy}-{streams}.json"
+                    point = await measure(engine, timed, url, metrics, trace, policy, asked, file)
                     points.append(point)
                     print(json.dumps(asdict(point)), file=sys.stderr, flush=True)  # noqa: T201  # if it is cut short
     finally:
@@ -309,12 +336,15 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
     return points
 
 
-def scheduler_options(arguments: argparse.Namespace, policy: Any) -> SchedulerOptions:
+def scheduler_options(
+    arguments: argparse.Namespace, policy: Any, max_inflight: int = SchedulerOptions().max_inflight
+) -> SchedulerOptions:
     return SchedulerOptions(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=4096,
         policy=policy,
+        max_inflight=max_inflight,
     )
 
 
@@ -326,11 +356,16 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64, 256))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=("sync", "overlap", "late"))
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--words", type=int, default=32, help="of a prompt, some four tokens each")
     parser.add_argument("--rounds", type=int, default=2, help="requests a stream")
+    parser.add_argument("--max-inflight", type=int, default=SchedulerOptions().max_inflight)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0 is the server's own")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--timelines", type=Path, help="a folder for files of host and device at each point")
     arguments = parser.parse_args()
+    if arguments.timelines is not None:
+        arguments.timelines.mkdir(parents=True, exist_ok=True)
     prepare_process()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), arguments.shape)

@@ -139,11 +139,11 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> tup
     freeze_heap()
     points = []
     try:
-        async with serving(kept, scheduler_options(arguments, "overlap"), renderer, tokenizer) as (_, url, _):
+        async with serving(kept, scheduler_options(arguments, "overlap"), renderer, tokenizer) as (_, url, *_):
             most = arguments.capacity or await capacity(url, arguments)
         print(f"capacity {most:.1f} requests/s", file=sys.stderr, flush=True)  # noqa: T201
         for policy in arguments.policies:
-            async with serving(kept, scheduler_options(arguments, policy), renderer, tokenizer) as (engine, url, _):
+            async with serving(kept, scheduler_options(arguments, policy), renderer, tokenizer) as (engine, url, *_):
                 for share in arguments.shares:
                     point = await measure(engine, url, policy, share, share * most, arguments)
                     points.append(point)

@@ -1,9 +1,11 @@
 """Where the time of a captured step goes: its kernels by the profiler, and the host's calls beside them.
 
     python tests/gpu/profile_step.py [--shapes 8b] [--rows 1 16 256] [--length 640] [--trace FILE] [--plain]
+    python tests/gpu/profile_step.py --rows 63 --chunk 512 [--shapes 1b 8b]
     python tests/gpu/profile_step.py --anatomy [--shapes 1b 8b] [--rows 1]
 
-Prints, for each number of rows, every kernel's launches a step, its mean and its share. --plain profiles the step of
+Prints, for each number of rows, every kernel's launches a step, its mean and its share. --chunk adds a prompt of so
+many tokens to the rows. --plain profiles the step of
 bench_kernels.py, which no server surrounds, as well. --trace writes a timeline of four steps through
 ``CudaRunner.launch`` for chrome://tracing. --anatomy asks what a launched step has that a replayed graph has not: the
 time of a step in ways that lie between the two, each by the device's clock or between landings, and its parts and the
@@ -28,7 +30,7 @@ import triton
 import triton.language as tl
 import uvloop
 from bench_kernels import SHAPES, PlainStep, Shape, randn, say
-from bench_step import Host, load, model_folder, rows_of
+from bench_step import Host, chunk, load, model_folder, rows_of
 from step_anatomy import PARTS, Span, anatomy_of
 from torch.profiler import ProfilerActivity, profile
 
@@ -77,13 +79,19 @@ def replay_of(graph_body: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-async def product(host: Host, num_rows: int, length: int, trace: str) -> None:
+async def product(host: Host, num_rows: int, length: int, num_chunk_tokens: int, trace: str) -> None:
     lengths = [length] * num_rows
-    await host.bind(lengths, SamplingParams(temperature=0))
-    plans = [{"rows": rows_of(lengths, step)} for step in range(8)]
-    await host.run(plans[:4])
-    replay = host.runner._steps.step(host.runner._steps.size_of(BatchPlan(step=StepNumber(1), **plans[0]))).replay
-    say(f"{host.shape.name} {num_rows} x {length}, the product's step")
+    await host.bind(
+        [*lengths, 0] if num_chunk_tokens else lengths, SamplingParams(temperature=0), num_chunk_tokens + 64
+    )
+    prompt = {"chunks": (chunk(num_rows, 0, num_chunk_tokens, last=False),)} if num_chunk_tokens else {}
+    plans = [{"rows": rows_of(lengths, step), **prompt} for step in range(8)]
+    seconds = await host.run(plans[:4])
+    size = host.runner._steps.size_of(BatchPlan(step=StepNumber(1), **plans[0]))
+    replay = host.runner._steps.step(size).replay
+    say(
+        f"{host.shape.name} {num_rows} x {length} + {num_chunk_tokens}, the product's step: {min(seconds) * 1e3:.3f} ms"
+    )
     if trace:
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             await host.run(plans[4:])
@@ -244,6 +252,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES])
     parser.add_argument("--rows", type=int, nargs="+")
     parser.add_argument("--length", type=int, default=640)
+    parser.add_argument("--chunk", type=int, default=0)
     parser.add_argument("--trace", default="")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--anatomy", action="store_true")
@@ -273,7 +282,7 @@ def profile_shape(shape: Shape, options: argparse.Namespace) -> None:
             if options.anatomy:
                 await dissect(host, num_rows, options.length)
             else:
-                await product(host, num_rows, options.length, options.trace)
+                await product(host, num_rows, options.length, options.chunk, options.trace)
         await runner.aclose()
 
     uvloop.run(run())
