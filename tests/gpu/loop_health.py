@@ -2,12 +2,13 @@
 
     python tests/gpu/loop_health.py [--shape llama1b] [--streams 1 16 64 256] [--policies sync overlap late]
     python tests/gpu/loop_health.py --shape llama8b --streams 1 16 64 --policies overlap --tokens 192
-    python tests/gpu/loop_health.py --streams 64 256 --policies overlap --words 128 --tokens 256 --timelines FOLDER
+    python tests/gpu/loop_health.py --streams 64 256 --policies overlap --words 128 --tokens 256 --rounds 4 \\
+        --max-num-batched-tokens 1024 4096 --timelines FOLDER
     python tests/gpu/loop_health.py --device cpu --shape tiny --streams 1 8 --tokens 32 --max-num-seqs 8
 
 The whole server in this process, driven over SSE by ``loadgen`` in others; one model is loaded once and served under
-each policy in turn. Each point is measured in one run, and once more for half a second under torch's profiler, which
-tells for how much of the time no kernel ran, and what the loop was at then; --timelines keeps that time's last tenth
+each policy and token budget in turn. Each point is measured in one run, and once more for half a second under the
+profiler, which tells when no kernel ran, and what the loop was at then; --timelines keeps that time's last tenth
 of a second, host and device on one clock, for Perfetto. CPU is this process's alone; stages by samples of its CPU time.
 A launch is a step's time in ``Runner.launch``, which holds the loop; those of rows alone, without prompts, are told
 apart.
@@ -15,15 +16,18 @@ apart.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import uvloop
@@ -41,11 +45,12 @@ from aserve.engine.engine import Engine
 from aserve.engine.observe import MetricsObserver
 from aserve.engine.options import EngineOptions
 from aserve.engine.ports import Flight, Runner
-from aserve.engine.trace import Trace
+from aserve.engine.trace import Cut, Trace
 from aserve.model.options import ModelOptions
 from aserve.obs.log import Logger
 from aserve.obs.loop_watch import LoopWatch, freeze_heap
 from aserve.obs.metrics import Metrics
+from aserve.obs.trace import Slice
 from aserve.server.app import Server
 from aserve.server.options import LimitOptions, ServerOptions
 from aserve.text.chat_template import ChatTemplate, PromptRenderer
@@ -63,6 +68,8 @@ DEVICE_STAGES: Final = {
     "triton": "device",
 }
 MANY_STREAMS: Final = 64
+PROMPT_TOKENS: Final = (512, 1024, 2048, 4096)
+"""Sizes that steps with prompts are sorted by."""
 PROFILE_S: Final = 0.5
 LAUNCH_MS_AIM: Final = 0.5
 """At p99."""
@@ -84,14 +91,20 @@ class TimedRunner(KeptRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of one policy at so many streams. cpu_us: of this process a token, and by stage.
+    """Of one policy and budget at so many streams. ttft, tpot, gaps: the client's. bubble: share of the time in which
+    no step was out beside work, as the host saw it. cpu_us: of this process a token, and by stage.
 
-    rows_*: of steps without prompts. gpu_idle: shares of the time in which no kernel ran, by what the loop was at.
+    rows_*: of steps without prompts. steps: by what they hold, how many, ms at the median and seconds in all, as the
+    host saw them. gpu_idle: shares of the time in which no kernel ran, by what the loop was at.
     """
 
     policy: str
+    budget: int
     streams: int
     tokens_per_s: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    tpot_ms_p50: float
     gap_ms_p50: float
     gap_ms_p99: float
     rows_a_step: float
@@ -104,6 +117,8 @@ class Point:
     cpu_us: float
     cpu_us_by_stage: dict[str, float]
     looks_a_step: float
+    bubble: float
+    steps: dict[str, tuple[int, float, float]]
     gpu_idle: dict[str, float] | None
 
 
@@ -207,7 +222,9 @@ async def measure(
     watch.start()
     sampler.start()
     started_cpu_s = time.process_time()
+    started_s = time.monotonic()
     summary = (await load(url, asked, seed=2))["summary"]
+    cut = trace.cut(time.monotonic() - started_s)
     cpu_s = time.process_time() - started_cpu_s
     sampler.stop()
     await watch.aclose()
@@ -220,8 +237,12 @@ async def measure(
     cpu_us = cpu_s / num_tokens * 1e6
     return Point(
         policy=policy,
+        budget=engine.scheduler.options.max_num_batched_tokens,
         streams=asked.streams,
         tokens_per_s=summary["throughput"]["output_tokens_per_s"],
+        ttft_ms_p50=summary["first_content_ms"]["sent"]["p50"],
+        ttft_ms_p99=summary["first_content_ms"]["sent"]["p99"],
+        tpot_ms_p50=summary["tpot_ms"]["p50"],
         gap_ms_p50=summary["inter_chunk_ms"]["p50"],
         gap_ms_p99=summary["inter_chunk_ms"]["p99"],
         rows_a_step=(after.num_rows - before.num_rows) / num_steps,
@@ -234,8 +255,31 @@ async def measure(
         cpu_us=cpu_us,
         cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
         looks_a_step=looks / num_steps,
+        bubble=(after.bubble_s - before.bubble_s) / steps_s(cut),
+        steps=steps_by_kind(cut),
         gpu_idle=await gpu_idle(engine, url, trace, asked, timeline),
     )
+
+
+def steps_of(cut: Cut) -> list[Slice]:
+    """The device's, from the landing before or its launch, whichever is later, to its landing."""
+    return [step for step in cut.timeline("").lanes["device"] if step.end_s is not None]
+
+
+def steps_s(cut: Cut) -> float:
+    """From the first step's begin to the last one's end."""
+    steps = steps_of(cut)
+    return (steps[-1].end_s or 0.0) - steps[0].start_s
+
+
+def steps_by_kind(cut: Cut) -> dict[str, tuple[int, float, float]]:
+    times_ms = defaultdict[str, list[float]](list)
+    for step in steps_of(cut):
+        num_tokens = int(step.args["prefill_tokens"])
+        limit = next((limit for limit in PROMPT_TOKENS if num_tokens <= limit), None)
+        kind = f"up to {limit} prompt tokens" if limit else "more"
+        times_ms[kind if num_tokens else "rows alone"].append(((step.end_s or 0.0) - step.start_s) * 1e3)
+    return {kind: (len(all_ms), median(all_ms), sum(all_ms) / 1e3) for kind, all_ms in sorted(times_ms.items())}
 
 
 def make_profiler() -> Any:
@@ -280,22 +324,28 @@ async def gpu_idle(
 
 def table(points: Sequence[Point]) -> str:
     lines = [
-        "| policy | streams | tokens/s | gap ms p50 | p99 | rows a step | loop lag ms p50 | p99 | launch ms p50 | p99 "
-        "| max | p99 of rows | CPU µs a token | looks a step | GPU idle |",
-        "|---" * 15 + "|",
+        "| policy | budget | streams | tokens/s | TTFT ms p50 | p99 | TPOT ms p50 | gap ms p50 | p99 | rows a step "
+        "| loop lag ms p50 | p99 | launch ms p50 | p99 | max | p99 of rows | CPU µs a token | looks a step | bubbles "
+        "| GPU idle |",
+        "|---" * 20 + "|",
     ]
     for point in points:
         idle = "" if point.gpu_idle is None else f"{sum(point.gpu_idle.values()):.1%}"
         lines.append(
-            f"| {point.policy} | {point.streams} | {point.tokens_per_s:.0f} | {point.gap_ms_p50:.2f} "
+            f"| {point.policy} | {point.budget} | {point.streams} | {point.tokens_per_s:.0f} | {point.ttft_ms_p50:.1f} "
+            f"| {point.ttft_ms_p99:.1f} | {point.tpot_ms_p50:.2f} | {point.gap_ms_p50:.2f} "
             f"| {point.gap_ms_p99:.2f} | {point.rows_a_step:.1f} | {point.lag_ms_p50:.2f} | {point.lag_ms_p99:.2f} "
             f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.launch_ms_max:.2f} "
-            f"| {point.rows_launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} | {idle} |"
+            f"| {point.rows_launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} "
+            f"| {point.bubble:.1%} | {idle} |"
         )
     for point in points:
+        name = f"{point.policy} {point.budget} at {point.streams}"
+        steps = ", ".join(f"{kind}: {n} of {ms:.2f} ms, {all_s:.2f} s" for kind, (n, ms, all_s) in point.steps.items())
+        lines += ["", f"steps, {name}: {steps}"]
         if point.gpu_idle is not None:
             shares = ", ".join(f"{what} {share:.1%}" for what, share in point.gpu_idle.items())
-            lines += ["", f"no kernel ran, {point.policy} at {point.streams}, while the loop was at: {shares}"]
+            lines += [f"no kernel ran, {name}, while the loop was at: {shares}"]
     late = [f"{point.policy} at {point.streams}" for point in points if point.launch_ms_p99 > LAUNCH_MS_AIM]
     lines += ["", f"launch p99 above {LAUNCH_MS_AIM} ms: {', '.join(late) or 'nowhere'}"]
     last = points[-1]
@@ -315,8 +365,9 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
     freeze_heap()
     points = []
     try:
-        for policy in arguments.policies:
+        for policy, budget in itertools.product(arguments.policies, arguments.max_num_batched_tokens):
             options = scheduler_options(arguments, policy, arguments.max_inflight)
+            options = replace(options, max_num_batched_tokens=budget or runner.info.max_num_batched_tokens)
             async with serving(timed, options, renderer, tokenizer) as (
                 engine,
                 url,
@@ -327,7 +378,7 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
                     asked = Load(
                         streams=streams, tokens=arguments.tokens, words=arguments.words, rounds=arguments.rounds
                     )
-                    file = arguments.timelines and arguments.timelines / f"{policy}-{streams}.json"
+                    file = arguments.timelines and arguments.timelines / f"{policy}-{budget}-{streams}.json"
                     point = await measure(engine, timed, url, metrics, trace, policy, asked, file)
                     points.append(point)
                     print(json.dumps(asdict(point)), file=sys.stderr, flush=True)  # noqa: T201  # if it is cut short
@@ -341,7 +392,7 @@ def scheduler_options(
 ) -> SchedulerOptions:
     return SchedulerOptions(
         max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_batched_tokens=max(arguments.max_num_batched_tokens),
         max_model_len=4096,
         policy=policy,
         max_inflight=max_inflight,
@@ -360,7 +411,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="requests a stream")
     parser.add_argument("--max-inflight", type=int, default=SchedulerOptions().max_inflight)
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0 is the server's own")
+    parser.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=(0,), help="0 is the server's own")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timelines", type=Path, help="a folder for files of host and device at each point")
     arguments = parser.parse_args()

@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--capacity", type=float, default=0.0, help="requests a second; 0 measures it")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=0, help="0 is the server's own")
+    parser.add_argument("--max-num-batched-tokens", type=int, nargs=1, default=(0,), help="0 is the server's own")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     prepare_process()
