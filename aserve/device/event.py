@@ -306,15 +306,17 @@ class Watcher(ABC):
         return {"events_out": len(self._out), "events_landed": self._num_landed, "event_looks": self._num_looks}
 
     def close(self) -> None:
-        """Stop watching; what is out fails with DeviceLost. Idempotent, never blocks."""
+        """Stop watching; what is out fails with DeviceLost, even if the release raises. Idempotent, never blocks."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._release()
-        if self.loop.is_closed():
-            self._out.clear()
-        else:
-            self._fail_all(DeviceLost("The device is closed."))
+        try:
+            self._release()
+        finally:
+            if self.loop.is_closed():
+                self._out.clear()
+            else:
+                self._fail_all(DeviceLost("The device is closed."))
 
     @abstractmethod
     def _release(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar, cast
@@ -14,9 +15,13 @@ T = TypeVar("T")
 
 
 class DeviceThread:
-    """One thread that does what it is given, in that order. Nice to the loop; ends with the process at the latest."""
+    """One thread that does what it is given, in that order. Nice to the loop; ends with the process at the latest.
+
+    is_hurried: its closing was cancelled, so a job that has not begun may leave its work undone.
+    """
 
     def __init__(self, name: str, *, setup: Callable[[], None] | None = None) -> None:
+        self.is_hurried = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._bell: Bell | None = None
@@ -73,13 +78,28 @@ class DeviceThread:
             self._jobs.put(None)
         self._thread.join()
 
+    async def end(self) -> None:
+        """``close`` without blocking the loop. A cancellation hurries the thread, and is raised once it has ended."""
+        ending = asyncio.get_running_loop().run_in_executor(None, self.close)
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            self.is_hurried = True
+            while not ending.done():  # until then jobs may ring the bells, which must not be closed under them
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([ending])
+            raise
+
     async def aclose(self) -> None:
-        """``close`` without blocking the loop, then ``close_bells``. If cancelled, the thread still ends."""
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
-        self.close_bells()
+        """``end``, then ``close_bells`` even if that failed or was cancelled."""
+        try:
+            await self.end()
+        finally:
+            self.close_bells()
 
     def close_bells(self) -> None:
-        """Once nobody lands anything any more. Idempotent."""
-        for bell in (*self._old_bells, *([self._bell] if self._bell else [])):
-            bell.close()
-        self._bell, self._old_bells = None, []
+        """Once nobody lands anything any more. Each is closed even if another's closing fails. Idempotent."""
+        with ExitStack() as stack:
+            for bell in (*self._old_bells, *([self._bell] if self._bell else [])):
+                stack.callback(bell.close)
+            self._bell, self._old_bells = None, []

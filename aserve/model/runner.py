@@ -4,7 +4,6 @@ Shape suffixes: T tokens of a step, S sequences in it (decode rows, then chunks)
 sample, V vocabulary.
 """
 
-import asyncio
 import gc
 import importlib.util
 import math
@@ -30,7 +29,7 @@ from aserve.device import memory, threads
 from aserve.device.event import Bell, CpuFlight
 from aserve.device.thread import DeviceThread
 from aserve.engine.ports import Runner, RunnerInfo
-from aserve.errors import ConfigError, ModelError, NotOnGpu
+from aserve.errors import ConfigError, DeviceLost, ModelError, NotOnGpu
 from aserve.model.batch import ForwardBatch, LanguageModel
 from aserve.model.config import ModelConfig
 from aserve.model.cpu_decoder import CpuDecoder
@@ -143,17 +142,28 @@ class CpuRunner:
         return figures
 
     async def aclose(self) -> None:
-        """Run what is queued, then end the threads. Flights still out land before. Idempotent."""
+        """Run what is queued, then end the threads. Flights still out land before. Idempotent.
+
+        If cancelled, steps that are queued fail with DeviceLost and only the one that runs is waited for. Each part is
+        closed even if another's closing fails or is cancelled.
+        """
         faults.hit("runner.close")
-        await asyncio.get_running_loop().run_in_executor(None, self._device.close)
-        if self._host_sampler is not None:  # which has what the device left for it
-            await self._host_sampler.aclose()
-        self._device.close_bells()
+        try:
+            await self._device.end()
+        finally:
+            try:
+                if self._host_sampler is not None:  # which has what the device left for it
+                    await self._host_sampler.aclose()
+            finally:
+                self._device.close_bells()
 
     # --- in the device thread
 
     @torch.inference_mode()
     def _run(self, plan: BatchPlan, flight: StepFlight) -> None:
+        if self._device.is_hurried:
+            self._fail(flight, DeviceLost("The device is closed."))
+            return
         started_s = time.perf_counter()
         try:
             # First, and whatever becomes of the step: the host sends each difference once.

@@ -162,3 +162,62 @@ async def test_closing_finishes_what_is_queued_and_refuses_more() -> None:
     assert await flight == "last"
     with pytest.raises(DeviceLost):
         device.submit(lambda: None)
+
+
+class BadBell:
+    """Cannot be closed, and notes that somebody tried."""
+
+    def __init__(self, tried: list[str], name: str) -> None:
+        self._tried, self._name = tried, name
+
+    def close(self) -> None:
+        self._tried.append(self._name)
+        raise OSError(self._name)
+
+
+async def test_every_bell_is_closed_whatever_becomes_of_the_others(
+    device: DeviceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of old loops too, each once, and an error comes out."""
+    tried: list[str] = []
+    monkeypatch.setattr(device, "_old_bells", [BadBell(tried, "oldest"), BadBell(tried, "old")])
+    bell = device.bell()
+    with pytest.raises(OSError, match="old"):
+        device.close_bells()
+    device.close_bells()
+    assert (sorted(tried), bell._read_fd) == (["old", "oldest"], -1)
+
+
+async def test_a_cancelled_closing_ends_once_the_thread_has() -> None:
+    """Until then it may ring: what is out lands, then the bells close, then the cancellation comes out."""
+    device, gate = DeviceThread("test-device"), threading.Event()
+    flight = launch(device, "last", gate=gate)
+    bell = device.bell()
+    closing = asyncio.create_task(device.aclose())
+    states = []
+    for _ in range(3):  # the first lets it begin
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        states.append((closing.done(), bell._read_fd >= 0))
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert states == [(False, True)] * 3
+    assert (flight.done(), bell._read_fd, device.is_hurried) == (True, -1, True)
+
+
+async def test_a_thread_that_cannot_be_closed_still_lets_go_of_its_bells(
+    device: DeviceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes out."""
+
+    def fail() -> None:
+        raise RuntimeError("cannot join")
+
+    bell = device.bell()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "close", fail)
+        with pytest.raises(RuntimeError, match="cannot join"):
+            await device.aclose()
+    assert bell._read_fd == -1

@@ -186,6 +186,22 @@ async def test_closing_fails_what_is_out_and_refuses_more(watcher: Watcher) -> N
     assert story.lines == ["step: The device is closed."]
 
 
+async def test_what_is_out_fails_though_the_release_does(watcher: Watcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever awaits a step is told, and the error comes out."""
+    story, release = Story(), watcher._release
+    for name in ("0", "1"):
+        story.watch(watcher, FakeEvent(), name)
+
+    def release_badly() -> None:
+        release()
+        raise OSError("no such descriptor")
+
+    monkeypatch.setattr(watcher, "_release", release_badly)
+    with pytest.raises(OSError, match="no such descriptor"):
+        watcher.close()
+    assert await story.first(2) == ["0: The device is closed.", "1: The device is closed."]
+
+
 async def test_a_callback_may_close(watcher: Watcher) -> None:
     """The others fail, and nobody looks any more."""
     story, events = Story(), [FakeEvent(), FakeEvent()]

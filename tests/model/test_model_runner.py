@@ -57,9 +57,11 @@ class HashModel:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.began = threading.Event()
         self.num_forwards = 0
 
     def forward(self, batch: ForwardBatch, kv: KVTensors) -> Tensor:
+        self.began.set()
         self.gate.wait()
         self.num_forwards += 1
         keys = kv.layers[0][0, 0].reshape(-1)
@@ -440,6 +442,79 @@ async def test_closing_lands_what_is_out_and_refuses_more() -> None:
     assert tokens_of(await flight) == expected_tokens(PROMPT, 1)
     with pytest.raises(DeviceLost):
         host.prefill(1, PROMPT)
+
+
+class BadPart:
+    """A part of a runner, or two of them, that notes its closing and fails at it where there is an error for it."""
+
+    def __init__(self, closed: list[str], errors: dict[str, BaseException]) -> None:
+        self._closed, self._errors = closed, errors
+
+    def _close(self, name: str) -> None:
+        self._closed.append(name)
+        if name in self._errors:
+            raise self._errors[name]
+
+    async def end(self) -> None:
+        self._close("device")
+
+    async def aclose(self) -> None:
+        self._close("sampler")
+
+    def close_bells(self) -> None:
+        self._close("bells")
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        {"device": asyncio.CancelledError()},
+        {"sampler": RuntimeError("no thread")},
+        {"device": RuntimeError("no thread"), "sampler": RuntimeError("no thread"), "bells": OSError("no descriptor")},
+    ],
+    ids=", ".join,
+)
+async def test_every_part_is_closed_whatever_becomes_of_the_others(
+    host: Host, monkeypatch: pytest.MonkeyPatch, errors: dict[str, BaseException]
+) -> None:
+    """The threads first, for they ring the bells; the last error comes out."""
+    closed: list[str] = []
+    part = BadPart(closed, errors)
+    *_, last = errors.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(host.runner, "_device", part)
+        patch.setattr(host.runner, "_host_sampler", part)
+        with pytest.raises(type(last)) as raised:
+            await host.runner.aclose()
+    assert (closed, raised.value) == (["device", "sampler", "bells"], last)
+
+
+async def test_a_cancelled_closing_waits_for_the_step_that_runs_alone() -> None:
+    """What is queued behind it fails and is not computed; a sampler that the step makes meanwhile is ended too."""
+    host = Host()
+    host.model.gate.clear()
+    running = host.launch(
+        joins=(join(0, PROMPT),),
+        table_writes=table_of(0),
+        chunks=(chunk_of(0, PROMPT, 0, 64),),
+        deferred=np.array([True]),
+    )
+    (queued,) = host.prefill(1, PROMPT)
+    await asyncio.to_thread(host.model.began.wait)
+    closing = asyncio.create_task(host.runner.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.sleep(0)
+    host.model.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert (running.done(), queued.done()) == (True, True)
+    assert tokens_of(await running) == expected_tokens(PROMPT, 1)
+    with pytest.raises(DeviceLost, match=r"The device is closed\."):
+        await queued
+    sampler = host.runner._host_sampler
+    assert sampler is not None
+    assert (host.model.num_forwards, sampler._thread._thread.is_alive()) == (1, False)
 
 
 async def test_statistics_count_steps_by_kind_and_tokens(host: Host) -> None:
