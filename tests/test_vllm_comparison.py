@@ -1,4 +1,4 @@
-"""The comparison with vLLM (tests/gpu/compare_vllm.py): which servers run, what counts as met, who goes first."""
+"""The comparison with vLLM (tests/gpu/compare_vllm.py): which servers run, what is reported as met, who goes first."""
 
 import argparse
 import asyncio
@@ -14,8 +14,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
 
-from compare_vllm import Gate, Point, Report, Start, parse_spec, servers
+from compare_vllm import parse_spec, servers
 from vllm_client import serve_runs
+from vllm_report import Gate, Point, Report, Start
 
 
 def point(server: str, streams: int = 64, run: int = 0, **figures: float) -> Point:
