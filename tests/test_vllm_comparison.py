@@ -2,10 +2,14 @@
 
 import argparse
 import asyncio
+import gzip
 import json
+import os
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,13 +18,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
 
-from compare_vllm import parse_spec, servers
+from compare_vllm import Comparison, Served, cpu_s, parse_spec, servers
 from vllm_client import serve_runs
-from vllm_report import Gate, Point, Report, Start
+from vllm_report import Gate, Point, Report, ServerSteps, ServerTotals, Start
 
 
 def point(server: str, streams: int = 64, run: int = 0, **figures: float) -> Point:
-    rest = {"ttft_p50": 50.0, "ttft_p99": 100.0, "tpot_p50": 2.0, "itl_p50": 2.0, "itl_p99": 9.0, "tokens_per_s": 1e4}
+    rest: dict[str, Any] = {
+        "ttft_p50": 50.0, "ttft_p99": 100.0, "tpot_p50": 2.0, "itl_p50": 2.0, "itl_p99": 9.0, "tokens_per_s": 1e4,
+    }  # fmt: skip
     return Point(
         server=server, streams=streams, run=run, requests=1, output_tokens=1, client_cpu=0.5, **(rest | figures)
     )
@@ -148,6 +154,128 @@ def test_a_run_that_was_cut_short_is_told() -> None:
 
     assert "| aserve | compiled | 1.50 | 1.62 |" in cut.markdown()
     assert cut.markdown().endswith("not run: vllm at 64 streams")
+
+
+def test_what_aserve_counted_is_told_by_the_step_and_the_token() -> None:
+    """A point is the difference of two readings; the bubble is a share of its time."""
+    before = ServerTotals(num_steps=100, num_rows=1000, num_prefill_tokens=500, bubble_s=2.0, cpu_s=10.0)
+    after = ServerTotals(num_steps=150, num_rows=1400, num_prefill_tokens=1500, bubble_s=2.5, cpu_s=10.25)
+
+    assert ServerSteps.between(before, after, seconds=5.0, output_tokens=1000) == ServerSteps(
+        num_steps=50, rows_a_step=8.0, prompt_tokens_a_step=20.0, bubble=0.1, cpu_us=250.0
+    )
+
+
+def test_the_cpu_time_of_a_process_is_all_its_threads() -> None:
+    """As the process itself sees it, but for the kernel's tick."""
+    thread = Thread(target=lambda: sum(range(3_000_000)))
+    thread.start()
+    thread.join()
+
+    assert cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=0.1)
+
+
+class Stub(ThreadingHTTPServer):
+    """An aserve that counts ten steps from one reading of its figures to the next, and keeps a trace if it has one."""
+
+    def __init__(self, trace: bytes | None) -> None:
+        super().__init__(("127.0.0.1", 0), StubHandler)
+        self.trace = trace
+        self.asked: list[str] = []
+        self.num_steps = 0
+
+    def answer(self, path: str) -> bytes | None:
+        self.asked.append(path)
+        if path.startswith("/v1/trace"):
+            return self.trace
+        self.num_steps += 10
+        rows, tokens = 8 * self.num_steps, 32 * self.num_steps
+        engine = {"num_steps": self.num_steps, "num_rows": rows, "num_prefill_tokens": tokens, "bubble_s": 0.0}
+        return json.dumps({"engine": engine | {"num_streams": 0}}).encode()
+
+
+class StubHandler(BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_GET(self) -> None:
+        answer = self.server.answer(self.path)
+        self.send_response(404 if answer is None else 200)
+        self.end_headers()
+        self.wfile.write(answer or b"")
+
+    def log_message(self, *_: Any) -> None:
+        """Tests are silent."""
+
+
+@pytest.fixture
+def stub(request: pytest.FixtureRequest) -> Iterator[Stub]:
+    with Stub(getattr(request, "param", b'{"traceEvents": []}')) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+class OneAnswer:
+    """Clients of which one has had its three tokens, begun two seconds ago."""
+
+    def run(self, arguments: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        began_s = time.monotonic() - 2
+        return [
+            {
+                "completed": 1, "failed": 0, "output_tokens": 3, "started_s": began_s, "ended_s": began_s + 1.5,
+                "ttft_s": [0.5], "tpot_s": [0.5], "itl_s": [0.5, 0.5], "cpu": 0.25,
+            }
+        ]  # fmt: skip
+
+
+def run_point(stub: Stub, out: Path, spec: str, *, traces: bool = False) -> Report:
+    """One point of that server, as if it were the stub."""
+    arguments = asked(spec)
+    arguments.__dict__.update(out=out, traces=traces, clients=1, rounds=1, input=8, output=3, client_args="")
+    found = report()
+    clients: Any = OneAnswer()
+    (server,) = servers(arguments, Path("model"))
+    served = Served(f"http://127.0.0.1:{stub.server_port}", os.getpid(), Start(server.name))
+    Comparison(arguments=arguments, report=found, model=Path("model"), clients=clients).run_point(server, served, 64)
+    return found
+
+
+def test_a_point_of_aserve_tells_of_its_steps(stub: Stub, tmp_path: Path) -> None:
+    """They are in the JSON and in a table of their own; a trace is kept only where it is wanted."""
+    told = run_point(stub, tmp_path, "aserve")
+    kept = json.loads((tmp_path / "llama1b.json").read_text())["points"][0]["server_steps"]
+
+    assert stub.asked == ["/v1/stats", "/v1/stats"]
+    assert (kept["num_steps"], kept["rows_a_step"], kept["prompt_tokens_a_step"]) == (10, 8.0, 32.0)
+    assert "| 64 | aserve | 10 | 8.0 | 32.0 | 0.0% |" in told.markdown().split("inside aserve:")[1]
+
+
+def test_a_point_of_vllm_is_not_asked_for_steps(stub: Stub, tmp_path: Path) -> None:
+    """Nor for a trace."""
+    told = run_point(stub, tmp_path, "vllm", traces=True)
+
+    assert (stub.asked, told.points[0].server_steps, "inside" in told.markdown()) == ([], None, False)
+
+
+def test_a_trace_is_of_the_time_since_the_first_request(stub: Stub, tmp_path: Path) -> None:
+    """Nothing before it, and it lies beside the answers."""
+    told = run_point(stub, tmp_path, "aserve 2k", traces=True)
+    seconds = float(stub.asked[-1].removeprefix("/v1/trace?seconds="))
+
+    assert 2 <= seconds < 10
+    assert gzip.decompress((tmp_path / "llama1b-aserve-2k-64-0.trace.json.gz").read_bytes()) == stub.trace
+    assert told.not_run == []
+
+
+@pytest.mark.parametrize("stub", [None], indirect=True)
+def test_a_trace_that_cannot_be_had_leaves_the_point(stub: Stub, tmp_path: Path) -> None:
+    """As where the server keeps none."""
+    told = run_point(stub, tmp_path, "aserve", traces=True)
+
+    assert (len(told.points), told.not_run) == (1, ["the trace of aserve at 64 streams: HTTP Error 404: Not Found"])
+    assert list(tmp_path.glob("*.gz")) == []
 
 
 class Serve:

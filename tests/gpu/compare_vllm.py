@@ -7,8 +7,9 @@
 Random weights (``make_models.py``), random prompts of 512 tokens, 256 tokens out, no end of sequence. The servers run
 one after the other in the order given, so that --deadline cuts the last; each is warmed up; every point has prompts of
 its own, the same ones for each server. The client is ``vllm bench serve``, of 64 streams and more as four processes
-that begin together and whose requests are put together; it comes up beside the first server. Prints Markdown; keeps
-everything as JSON. A server is NAME[@STREAMS][:ARGUMENTS], and NAME is or begins with
+that begin together and whose requests are put together; it comes up beside the first server. aserve's own counts tell
+what its steps were like; --traces keeps each, for Perfetto. Prints Markdown; keeps everything as JSON. A server is
+NAME[@STREAMS][:ARGUMENTS], and NAME is or begins with
 
     aserve, vllm: with their own defaults, but for 256 sequences and a context of 8,192
     vllm4: vLLM with four front-end processes, for 64 streams and more
@@ -18,10 +19,12 @@ start alone). One that is named again is started again, with its caches warm, an
 """
 
 import argparse
+import gzip
 import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,7 +41,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from make_models import SHAPES, write_model
-from vllm_report import Point, Report, Start
+from vllm_report import Point, Report, ServerTotals, Start
 
 ROOT: Final = Path(__file__).parents[2]
 READY_S_MAX: Final = 180
@@ -74,6 +77,10 @@ class Server:
     command: list[str]
     environment: dict[str, str]
     streams: tuple[int, ...]
+
+    @property
+    def file_name(self) -> str:
+        return self.name.replace(" ", "-")
 
 
 def servers(arguments: argparse.Namespace, model: Path) -> list[Server]:
@@ -147,9 +154,18 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that runs: its base URL, the process that was started, and how that went."""
+
+    url: str
+    pid: int
+    start: Start
+
+
 @contextmanager
-def running(server: Server, log: Path) -> Iterator[tuple[str, Start]]:
-    """The server's base URL and how it started; ended with all its processes."""
+def running(server: Server, log: Path) -> Iterator[Served]:
+    """Ended with all its processes."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [part.replace("{port}", str(port)) for part in server.command]
@@ -174,7 +190,7 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, Start]]:
         urllib.request.urlopen(asked, timeout=120).read()
         start.first_token_s = time.monotonic() - started_s
         start.compiled = any(mark in log.read_text(errors="replace") for mark in COMPILED)
-        yield url, start
+        yield Served(url, process.pid, start)
     finally:
         end_group(process)
 
@@ -183,6 +199,29 @@ def is_healthy(url: str) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1) as answer:
         return int(answer.status) == 200
     return False
+
+
+def totals_of(served: Served) -> ServerTotals:
+    """Of an aserve."""
+    with urllib.request.urlopen(f"{served.url}/v1/stats", timeout=30) as answer:
+        engine = json.load(answer)["engine"]
+    counted = ("num_steps", "num_rows", "num_prefill_tokens", "bubble_s")
+    return ServerTotals(**{name: engine[name] for name in counted}, cpu_s=cpu_s(served.pid))
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of all threads of one process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third on; a name has spaces
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def save_trace(served: Served, seconds: float, file: Path) -> None:
+    """What an aserve did in so many seconds until now, for Perfetto."""
+    with (
+        urllib.request.urlopen(f"{served.url}/v1/trace?seconds={seconds:.3f}", timeout=60) as answer,
+        gzip.open(file, "wb", compresslevel=6) as output,
+    ):
+        shutil.copyfileobj(answer, output)
 
 
 def tail(log: Path) -> str:
@@ -338,68 +377,81 @@ class Stopwatch:
         self._at_s = now_s
 
 
-def measure(
-    arguments: argparse.Namespace, report: Report, model: Path, order: Sequence[Server], clients: Clients
-) -> None:
-    """Each server in turn: its start, a warm-up, its points. One that fails does not end the run."""
-    deadline_s = time.monotonic() + arguments.deadline
-    expected_s = dict(EXPECTED_START_S)
-    for server in order:
-        if time.monotonic() + expected_s[server.kind] > deadline_s:
-            points = " at " + ", ".join(map(str, server.streams)) + " streams" if server.streams else ", its start"
-            report.not_run.append(server.name + points)
-            continue
-        try:
-            measure_one(arguments, report, server, model, clients, deadline_s)
-            expected_s[server.kind] = report.starts[-1].ready_s
-        except ClientLost as error:
-            report.not_run.append(f"{server.name} and all behind it: {error}")
-            return
-        except (Failed, OSError) as error:
-            report.not_run.append(f"the rest of {server.name}: {error}")
-        report.save(arguments.out)
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """Each server in turn: its start, a warm-up, its points. All figures go to the report."""
 
+    arguments: argparse.Namespace
+    report: Report
+    model: Path
+    clients: Clients
 
-def measure_one(
-    arguments: argparse.Namespace,
-    report: Report,
-    server: Server,
-    model: Path,
-    clients: Clients,
-    deadline_s: float,
-) -> None:
-    lengths = (arguments.input, arguments.output)
-    before = sum(start.server == server.name for start in report.starts)
-    file = server.name.replace(" ", "-")
-    watch = Stopwatch(report, server.name)
-    with running(server, arguments.out / f"{file}.{before}.log") as (url, start):
-        report.starts.append(start)
-        watch.lap("start")
-        if server.streams:
-            clients.ready()
-            watch.lap("waiting for the clients")
-            streams, requests, tokens = WARM_UP
-            drive(
-                clients, arguments.clients, url, model, streams=streams, requests=requests, seed=7 + 100 * before,
-                lengths=(arguments.input, min(tokens, arguments.output)),
-            )  # fmt: skip
-            watch.lap("warm-up")
-        for run in range(arguments.runs):
-            for streams in server.streams:
-                if time.monotonic() > deadline_s:
-                    report.not_run.append(f"{server.name} at {streams} streams")
-                    continue
-                number = sum((p.server, p.streams) == (server.name, streams) for p in report.points)
-                answers = drive(
-                    clients, arguments.clients if streams >= MANY_STREAMS else 1, url, model, streams=streams,
-                    requests=min(max(8, streams * arguments.rounds), 1024), seed=10_000 * (number + 1) + 10 * streams,
-                    lengths=lengths, more=shlex.split(arguments.client_args),
+    def run(self, order: Sequence[Server]) -> None:
+        """A server that fails does not end the run."""
+        report = self.report
+        deadline_s = time.monotonic() + self.arguments.deadline
+        expected_s = dict(EXPECTED_START_S)
+        for server in order:
+            if time.monotonic() + expected_s[server.kind] > deadline_s:
+                points = " at " + ", ".join(map(str, server.streams)) + " streams" if server.streams else ", its start"
+                report.not_run.append(server.name + points)
+                continue
+            try:
+                self._run_server(server, deadline_s)
+                expected_s[server.kind] = report.starts[-1].ready_s
+            except ClientLost as error:
+                report.not_run.append(f"{server.name} and all behind it: {error}")
+                return
+            except (Failed, OSError) as error:
+                report.not_run.append(f"the rest of {server.name}: {error}")
+            report.save(self.arguments.out)
+
+    def _run_server(self, server: Server, deadline_s: float) -> None:
+        arguments, report = self.arguments, self.report
+        before = sum(start.server == server.name for start in report.starts)
+        watch = Stopwatch(report, server.name)
+        with running(server, arguments.out / f"{server.file_name}.{before}.log") as served:
+            report.starts.append(served.start)
+            watch.lap("start")
+            if server.streams:
+                self.clients.ready()
+                watch.lap("waiting for the clients")
+                streams, requests, tokens = WARM_UP
+                drive(
+                    self.clients, arguments.clients, served.url, self.model, streams=streams, requests=requests,
+                    seed=7 + 100 * before, lengths=(arguments.input, min(tokens, arguments.output)),
                 )  # fmt: skip
-                report.points.append(Point.of(server.name, streams, number, answers))
-                (arguments.out / f"{report.shape}-{file}-{streams}-{number}.json").write_text(json.dumps(answers))
-                report.save(arguments.out)
-                watch.lap(f"x{streams}" + (f" run {run + 1}" if run else ""))
-    watch.lap("end")
+                watch.lap("warm-up")
+            for run in range(arguments.runs):
+                for streams in server.streams:
+                    if time.monotonic() > deadline_s:
+                        report.not_run.append(f"{server.name} at {streams} streams")
+                        continue
+                    self.run_point(server, served, streams)
+                    watch.lap(f"x{streams}" + (f" run {run + 1}" if run else ""))
+        watch.lap("end")
+
+    def run_point(self, server: Server, served: Served, streams: int) -> None:
+        """Raises Failed, ClientLost, OSError."""
+        arguments, report, is_ours = self.arguments, self.report, server.kind == "aserve"
+        number = sum((p.server, p.streams) == (server.name, streams) for p in report.points)
+        before = totals_of(served) if is_ours else None
+        answers = drive(
+            self.clients, arguments.clients if streams >= MANY_STREAMS else 1, served.url, self.model, streams=streams,
+            requests=min(max(8, streams * arguments.rounds), 1024), seed=10_000 * (number + 1) + 10 * streams,
+            lengths=(arguments.input, arguments.output), more=shlex.split(arguments.client_args),
+        )  # fmt: skip
+        totals = (before, totals_of(served)) if before is not None else None
+        report.points.append(Point.of(server.name, streams, number, answers, totals))
+        began_s = min(answer["started_s"] for answer in answers)  # the clients' clock is the host's, and so is ours
+        file = arguments.out / f"{report.shape}-{server.file_name}-{streams}-{number}.json"
+        file.write_text(json.dumps(answers))
+        report.save(arguments.out)
+        if arguments.traces and is_ours:
+            try:
+                save_trace(served, time.monotonic() - began_s, file.with_suffix(".trace.json.gz"))
+            except OSError as error:
+                report.not_run.append(f"the trace of {server.name} at {streams} streams: {error}")
 
 
 def main() -> int:
@@ -416,6 +468,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="of each point at each start of a server")
     parser.add_argument("--clients", type=int, default=4, help=f"client processes at {MANY_STREAMS} streams and more")
     parser.add_argument("--deadline", type=float, default=480, help="seconds after which nothing further begins")
+    parser.add_argument("--traces", action="store_true", help="keep what each aserve did at each point, for Perfetto")
     parser.add_argument("--aserve-args", default="", help="further arguments of every aserve, in one string")
     parser.add_argument("--vllm-args", default="", help="further arguments of every vLLM, in one string")
     parser.add_argument("--client-args", default="", help='further arguments of the client, such as "--temperature 0"')
@@ -435,7 +488,7 @@ def main() -> int:
         report = Report(arguments.shape, (arguments.input, arguments.output), {})
         try:
             report.about.update(about_the_machine(arguments.vllm_site))
-            measure(arguments, report, model, order, clients)
+            Comparison(arguments=arguments, report=report, model=model, clients=clients).run(order)
         finally:
             clients.close()
             report.save(arguments.out)

@@ -19,8 +19,48 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTotals:
+    """What one aserve has counted since its start (``/v1/stats``). cpu_s: of its process without those it started."""
+
+    num_steps: int
+    num_rows: int
+    num_prefill_tokens: int
+    bubble_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSteps:
+    """A point as aserve saw it. rows_a_step: decode rows, prompts apart.
+
+    bubble: share of the time in which no step was out beside work. cpu_us: of the server's process, a token out.
+    """
+
+    num_steps: int
+    rows_a_step: float
+    prompt_tokens_a_step: float
+    bubble: float
+    cpu_us: float
+
+    @classmethod
+    def between(cls, before: ServerTotals, after: ServerTotals, *, seconds: float, output_tokens: int) -> "ServerSteps":
+        num_steps = after.num_steps - before.num_steps
+        a_step = 1 / max(num_steps, 1)
+        return cls(
+            num_steps=num_steps,
+            rows_a_step=(after.num_rows - before.num_rows) * a_step,
+            prompt_tokens_a_step=(after.num_prefill_tokens - before.num_prefill_tokens) * a_step,
+            bubble=(after.bubble_s - before.bubble_s) / seconds,
+            cpu_us=(after.cpu_s - before.cpu_s) / output_tokens * 1e6,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of one server at so many streams; times in ms. client_cpu: of the busiest client process, a share of a core."""
+    """Of one server at so many streams; times in ms. client_cpu: of the busiest client process, a share of a core.
+
+    server_steps: aserve's alone.
+    """
 
     server: str
     streams: int
@@ -34,9 +74,19 @@ class Point:
     itl_p50: float
     itl_p99: float
     client_cpu: float
+    server_steps: ServerSteps | None = None
 
     @classmethod
-    def of(cls, server: str, streams: int, run: int, answers: Sequence[dict[str, Any]]) -> "Point":
+    def of(
+        cls,
+        server: str,
+        streams: int,
+        run: int,
+        answers: Sequence[dict[str, Any]],
+        totals: tuple[ServerTotals, ServerTotals] | None = None,
+    ) -> "Point":
+        """totals: before and after it."""
+
         def ms(name: str, share: float) -> float:
             values = sorted(value for answer in answers for value in answer[name])
             return values[min(len(values) - 1, int(len(values) * share))] * 1e3 if values else 0.0
@@ -56,6 +106,7 @@ class Point:
             itl_p50=ms("itl_s", 0.5),
             itl_p99=ms("itl_s", 0.99),
             client_cpu=max(answer["cpu"] for answer in answers),
+            server_steps=totals and ServerSteps.between(*totals, seconds=seconds, output_tokens=tokens),
         )
 
 
@@ -160,16 +211,30 @@ class Report:
             lines.append(f"| {start.server} | {kernels} | {start.ready_s:.2f} | {start.first_token_s:.2f} |")
         lines += ["", "| streams | server | TTFT p50 ms | p99 | TPOT p50 | ITL p50 | p99 | tokens/s | client CPU |"]
         lines += ["|---" * 9 + "|"]
-        names = list(dict.fromkeys(point.server for point in self.points))
-        for point in sorted(self.points, key=lambda point: (point.streams, names.index(point.server), point.run)):
+        for point in self._sorted_points():
             lines.append(
                 f"| {point.streams} | {point.server} | {point.ttft_p50:.1f} | {point.ttft_p99:.1f} "
                 f"| {point.tpot_p50:.2f} | {point.itl_p50:.2f} | {point.itl_p99:.2f} | {point.tokens_per_s:.0f} "
                 f"| {point.client_cpu:.0%} |"
             )
-        for block in (self._ratios(), self._gates(), self._seconds(), [f"not run: {what}" for what in self.not_run]):
+        not_run = [f"not run: {what}" for what in self.not_run]
+        for block in (self._server_steps(), self._ratios(), self._gates(), self._seconds(), not_run):
             lines += ["", *block] if block else []
         return "\n".join(lines)
+
+    def _sorted_points(self) -> list[Point]:
+        names = list(dict.fromkeys(point.server for point in self.points))
+        return sorted(self.points, key=lambda point: (point.streams, names.index(point.server), point.run))
+
+    def _server_steps(self) -> list[str]:
+        lines = [
+            f"| {point.streams} | {point.server} | {steps.num_steps} | {steps.rows_a_step:.1f} "
+            f"| {steps.prompt_tokens_a_step:.1f} | {steps.bubble:.1%} | {steps.cpu_us:.1f} |"
+            for point in self._sorted_points()
+            if (steps := point.server_steps) is not None
+        ]
+        head = ["| streams | server | steps | rows a step | prompt tokens a step | bubble | server's CPU µs a token |"]
+        return ["inside aserve:", "", *head, "|---" * 7 + "|", *lines] if lines else []
 
     def _ratios(self) -> list[str]:
         """How many times better each setting of aserve is; above 1 is ahead."""
