@@ -111,6 +111,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "engine.stall_timeout_s": (0.1, 86400),
         "engine.request_timeout_s": (0, 86400 * 7),
         "engine.fan_out_slice": (1, 4096),
+        "engine.max_joined_steps": (1, 8),
         "engine.watchdog_s": (0.1, 86400),
         "log.ring_size": (16, 1 << 20),
         "log.flush_interval_ms": (1, 60000),

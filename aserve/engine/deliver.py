@@ -1,14 +1,20 @@
 """One task, first in first out: tokens -> text -> stop check -> streams, sliced so that the loop gets its turns.
 
+Where many short steps land, most of what a token costs the loop is its write to a socket. So where delivering takes
+more than a share of the time between landings, a step's tokens wait for the next step's, and each stream is written to
+once for both. Tokens of many that lie in the queue together, because the loop was late, go out together too.
+
 Everything that happens to a choice after its token is known happens here, in the order of the scheduler's actions, so a
 stream's deltas are never reordered. ``Choice.end`` is the one way in which a choice ends.
 """
 
 import asyncio
 import itertools
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +30,16 @@ from aserve.faults import hit
 from aserve.text.stops import StopMatcher
 
 Parcel = DeliverTokens | DeliverPromptLogprobs | Finish
+Deliverable = StartPrefill | NoteRequeue | Parcel
+
+JOINED_SHARE: Final = 0.25
+"""Of the time between landings: what delivering each by itself may take before steps are joined."""
+
+MIN_JOINED_STREAMS: Final = 32
+"""Where fewer get a token, nobody gains by waiting."""
+
+_NEWEST_WEIGHT: Final = 1 / 8
+"""Of the newest of the times whose running means decide."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -32,8 +48,9 @@ class Choice:
 
     is_first: the first child of its prompt, which counts for prompt usage. stop_ids: eos_ids and the client's own.
     held, held_logprobs: tokens whose text has not been sent yet (half a character, a possible stop string): they travel
-    with the delta that carries it, so that tokens and text of a delta belong together. is_plain: its deltas carry text
-    and tokens only. is_queued: its first token went through the queue, so no later one may go past that.
+    with the delta that carries it, so that tokens and text of a delta belong together. held_text: waits for that of the
+    next step's token. is_plain: its deltas carry text and tokens only. is_queued: its first token went through the
+    queue, so no later one may go past that.
     started_s, num_cached: when its first step was composed, and what the prefix cache had of its prompt then.
     """
 
@@ -54,6 +71,7 @@ class Choice:
     last_token_s: float = 0.0
     held: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
+    held_text: str = ""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     is_queued: bool = False
     has_ended: bool = False
@@ -61,6 +79,11 @@ class Choice:
     @property
     def prompt(self) -> NDArray[np.int32]:
         return self.request.prompts[self.index // self.request.n]
+
+
+def _running_mean(mean: float, newest: float) -> float:
+    """``mean``: infinite or 0 before the first."""
+    return newest if mean in (0.0, math.inf) else mean + (newest - mean) * _NEWEST_WEIGHT
 
 
 def _logprob(logprobs: Logprobs, row: int, token: int, k: int) -> TokenLogprob:
@@ -77,11 +100,13 @@ class Deliverer:
     """choices: the engine's table of choices that have not ended, by sequence; entries leave it through ``end``.
 
     on_stop(sequence, token_index): a stop string matched. on_end(choice, reason): a choice ended, once for each.
+    max_joined_steps: whose tokens go out together where the loop is busy; 1 is each by itself.
     """
 
     def __init__(
         self,
         slice_size: int,
+        max_joined_steps: int,
         observer: Observer,
         *,
         on_stop: Callable[[SequenceId, int], None],
@@ -90,6 +115,7 @@ class Deliverer:
     ) -> None:
         self.choices: dict[SequenceId, Choice] = {}
         self._slice_size = slice_size
+        self._max_joined_steps = max_joined_steps
         self._observer = observer
         self._on_stop = on_stop
         self._on_end = on_end
@@ -97,6 +123,9 @@ class Deliverer:
         self._parcels: deque[Parcel] = deque()
         self._has_parcels = asyncio.Event()
         self._num_since_turn = 0
+        self._landed_s: float | None = None
+        self._period_s = math.inf  # between landings that brought tokens, in the mean
+        self._cost_s = 0.0  # of a token that is written, in the mean
         # Streams of one landing got their last token in one landing, so nearly all gaps are the same number.
         self._gap_s = 0.0
         self._num_gaps = 0
@@ -105,19 +134,56 @@ class Deliverer:
     def num_queued(self) -> int:
         return len(self._parcels)
 
-    def post(self, parcel: StartPrefill | NoteRequeue | Parcel) -> None:
+    def post(self, action: Deliverable) -> None:
         """Queue what the scheduler said. Bounded by the steps in flight and the sequences that run.
 
         What nothing comes of that a reader sees is noted at once.
         """
-        if isinstance(parcel, StartPrefill):
-            self._start(parcel)
-            return
-        if isinstance(parcel, NoteRequeue):
-            self.note_move(parcel.sequence, "queued", parcel.at_s)
-            return
-        self._parcels.append(parcel)
-        self._has_parcels.set()
+        if self._queue(action):
+            self._has_parcels.set()
+
+    def post_landing(self, actions: Iterable[Deliverable], landed_s: float, *, is_next_short: bool) -> None:
+        """``post`` all that came of a step's landing. It goes out now, or with what comes of the next one's.
+
+        is_next_short: whether another step is on the device, and of rows alone: it lands soon.
+        """
+        tokens = None
+        for action in actions:
+            self._queue(action)
+            if isinstance(action, DeliverTokens):
+                tokens = action
+        if tokens is not None:
+            self._note_landing(landed_s)
+            if is_next_short and self._should_wait(len(tokens.sequences)):
+                return
+        if self._parcels:
+            self._has_parcels.set()
+
+    def _queue(self, action: Deliverable) -> bool:
+        """Returns whether it became a parcel."""
+        if isinstance(action, StartPrefill):
+            self._start(action)
+            return False
+        if isinstance(action, NoteRequeue):
+            self.note_move(action.sequence, "queued", action.at_s)
+            return False
+        self._parcels.append(action)
+        return True
+
+    def _note_landing(self, landed_s: float) -> None:
+        if self._landed_s is not None:
+            self._period_s = _running_mean(self._period_s, landed_s - self._landed_s)
+        self._landed_s = landed_s
+
+    def _may_join(self, num_streams: int) -> bool:
+        return num_streams >= MIN_JOINED_STREAMS and self._max_joined_steps > 1
+
+    def _should_wait(self, num_streams: int) -> bool:
+        """Whether what is queued should go out with the next step's tokens."""
+        num_steps = sum(isinstance(parcel, DeliverTokens) for parcel in self._parcels)
+        if not self._may_join(num_streams) or num_steps >= self._max_joined_steps:
+            return False
+        return self._cost_s * num_streams > JOINED_SHARE * self._period_s * num_steps
 
     def note_move(self, sequence: SequenceId, phase: RequestPhase, now: float, num_tokens: int = 0) -> None:
         """Tell the observer of a sequence that has not ended."""
@@ -186,6 +252,7 @@ class Deliverer:
 
     async def _deliver_tokens(self, parcel: DeliverTokens) -> None:
         now, logprobs, choices = self._clock(), parcel.logprobs, self.choices
+        followed = self._sequences_of_next_step() if self._may_join(len(parcel.sequences)) else ()
         began_s = now
         entries = zip(parcel.sequences, parcel.tokens, parcel.rows, strict=True)
         num_left = len(parcel.sequences)
@@ -194,14 +261,24 @@ class Deliverer:
             for sequence, token, row in itertools.islice(entries, num_now):
                 choice = choices.get(sequence)
                 if choice is not None:
-                    self._deliver(choice, token, row, logprobs, now)
+                    self._deliver(choice, token, row, logprobs, now, is_followed=sequence in followed)
             num_left -= num_now
             self._num_since_turn += num_now
-            self._observer.delivered(began_s, self._clock(), num_now)
+            ended_s = self._clock()
+            self._observer.delivered(began_s, ended_s, num_now)
+            if not followed:
+                self._cost_s = _running_mean(self._cost_s, (ended_s - began_s) / num_now)
             if self._num_since_turn >= self._slice_size:
                 await self._give_turn()
                 began_s = self._clock()
         self._flush_gaps()
+
+    def _sequences_of_next_step(self) -> Container[SequenceId]:
+        """Of the next tokens in the queue: those whose text this step's may wait for."""
+        for parcel in self._parcels:
+            if isinstance(parcel, DeliverTokens):
+                return set(parcel.sequences)
+        return ()
 
     async def _give_turn(self) -> None:
         self._num_since_turn = 0
@@ -244,14 +321,29 @@ class Deliverer:
         tokens = prompt[parcel.first : parcel.first + len(parcel.logprobs.token_logprobs)].tolist()
         choice.prompt_logprobs += [_logprob(parcel.logprobs, row, token, k) for row, token in enumerate(tokens)]
 
-    def _deliver(self, choice: Choice, token: int, row: int, logprobs: Logprobs | None, now: float) -> None:
-        """One token: into text, past the stop strings, into the stream's mailbox."""
+    def _deliver(
+        self,
+        choice: Choice,
+        token: int,
+        row: int,
+        logprobs: Logprobs | None,
+        now: float,
+        *,
+        is_followed: bool = False,
+    ) -> None:
+        """One token: into text, past the stop strings, into the stream's mailbox.
+
+        is_followed: the choice's next token is in the queue, and their text goes out together.
+        """
         choice.num_output = num_output = choice.num_output + 1
         if num_output == 1:
+            is_followed = False  # nobody waits for a first token
             self._note_first(choice, now)
-        elif (gap_s := now - choice.last_token_s) == self._gap_s:
+        elif is_followed:
+            now = (choice.last_token_s + now) / 2  # as steps that were not joined would have come
+        if num_output > 1 and (gap_s := now - choice.last_token_s) == self._gap_s:
             self._num_gaps += 1
-        else:
+        elif num_output > 1:
             self._flush_gaps()
             self._gap_s, self._num_gaps = gap_s, 1
         choice.last_token_s = now
@@ -277,7 +369,9 @@ class Deliverer:
                 self.end(choice, FinishReason.STOP, result.matched, None, text=result.text)
                 return
             text = result.text
-        if text or num_output == 1:
+        if is_followed:
+            choice.held_text += text
+        elif text or choice.held_text or num_output == 1:
             self._put(choice, text)
 
     def _note_first(self, choice: Choice, now: float) -> None:
@@ -290,6 +384,8 @@ class Deliverer:
     def _put(self, choice: Choice, text: str) -> None:
         tokens = tuple(choice.held)
         choice.held.clear()
+        if choice.held_text:
+            text, choice.held_text = choice.held_text + text, ""
         if choice.is_plain:
             choice.stream.put(Delta(index=choice.index, text=text, tokens=tokens, num_output=choice.num_output))
             return
@@ -345,7 +441,7 @@ class Deliverer:
         choice.stream.put(
             Delta(
                 index=choice.index,
-                text=text,
+                text=choice.held_text + text,
                 tokens=tuple(choice.held),
                 logprobs=tuple(choice.held_logprobs) if has_logprobs else None,
                 prompt_logprobs=self._take_prompt_logprobs(choice),

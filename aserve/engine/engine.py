@@ -14,7 +14,7 @@ from aserve.core.options import SchedulerOptions
 from aserve.core.plan import MAIN_STREAM, BatchPlan
 from aserve.core.request import MAX_STOP_IDS, FinishReason, SamplingParams, SequenceSpec
 from aserve.core.scheduler import Scheduler
-from aserve.engine.deliver import Choice, Deliverer
+from aserve.engine.deliver import Choice, Deliverable, Deliverer
 from aserve.engine.generation import GenerationRequest
 from aserve.engine.group import sequence_specs
 from aserve.engine.lander import Flying, Lander
@@ -112,6 +112,7 @@ class Engine:
         )
         self._deliverer = Deliverer(
             self.options.fan_out_slice,
+            self.options.max_joined_steps,
             self._observer,
             on_stop=self._on_stop_matched,
             on_end=self._on_choice_ended,
@@ -191,11 +192,11 @@ class Engine:
     async def aclose(self) -> None:
         """Stop the tasks, end what is still open, wait for the device. Idempotent."""
         self._is_draining = True
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.gather(self._main, return_exceptions=True)
-            self._main = None
         try:
+            if self._main is not None:
+                self._main.cancel()
+                await asyncio.gather(self._main, return_exceptions=True)
+                self._main = None
             for choice in list(self._deliverer.choices.values()):
                 self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
         finally:
@@ -399,13 +400,14 @@ class Engine:
         assert self._permits.statistics().num_taken == len(self.scheduler.inflight), "permits and core disagree"
         if isinstance(event, events.StepFailed):
             self._log.error("step.failed", step=plan.step, detail=event.detail)
-        rest: list[Action] = []
+        rest: list[Deliverable] = []
         for action in actions:
+            assert not isinstance(action, Launch | WakeAt), "only the launch loop launches"
             remaining = self._deliverer.take_first_tokens(action) if isinstance(action, DeliverTokens) else action
             if remaining is not None:
                 rest.append(remaining)
         # Posted before the launch, which may fail and end some of these sequences: their tokens come first.
-        self._carry_out(rest)
+        self._deliverer.post_landing(rest, landed_s, is_next_short=self._lander.lands_rows_next())
         committed_s = self._clock()
         self._launcher.launch_due(landed_s)
         self._num_eligible_rows += step.num_eligible

@@ -79,6 +79,10 @@ class Lander:
             self._start_oldest(lane, launched_s)
         lane.has_flights.set()
 
+    def lands_rows_next(self) -> bool:
+        """Whether a step is out, the oldest of its stream, that holds no chunks."""
+        return any(lane.flying and not lane.flying[0].launch.plan.chunks for lane in self._lanes)
+
     def oldest_age_s(self) -> float:
         """How long the oldest step has been in flight, 0 if none is."""
         oldest_s = [lane.flying[0].launched_s for lane in self._lanes if lane.flying]

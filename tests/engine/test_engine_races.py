@@ -95,27 +95,27 @@ def test_any_two_events_on_the_virtual_device(prefill):
 
 def tell_ends_first(monkeypatch):
     """An end goes to its stream past the tokens that are queued for it."""
+    queue = Deliverer._queue
 
-    def carry_out(engine, actions):
-        for action in actions:
-            if isinstance(action, Finish):
-                engine._deliverer.deliver_now(action)
-            else:
-                engine._deliverer.post(action)
+    def queue_or_end(deliverer, action):
+        if not isinstance(action, Finish):
+            return queue(deliverer, action)
+        deliverer.deliver_now(action)
+        return False
 
-    monkeypatch.setattr(Engine, "_carry_out", carry_out)
+    monkeypatch.setattr(Deliverer, "_queue", queue_or_end)
 
 
 def swap_tokens(monkeypatch):
     """Two rows of a landing change places on their way to the streams."""
-    post = Deliverer.post
+    queue = Deliverer._queue
 
-    def post_swapped(deliverer, parcel):
-        if isinstance(parcel, DeliverTokens):
-            parcel.tokens.reverse()
-        post(deliverer, parcel)
+    def queue_swapped(deliverer, action):
+        if isinstance(action, DeliverTokens):
+            action.tokens.reverse()
+        return queue(deliverer, action)
 
-    monkeypatch.setattr(Deliverer, "post", post_swapped)
+    monkeypatch.setattr(Deliverer, "_queue", queue_swapped)
 
 
 def lose_rows_beside_a_first_token(monkeypatch):

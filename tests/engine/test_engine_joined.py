@@ -1,0 +1,284 @@
+"""Steps whose tokens go out together, where the loop is busy: when they do, and that nothing of them is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from engine_builders import request, text, tokens
+
+from aserve.core.actions import DeliverTokens, Finish
+from aserve.core.ids import SequenceId, StepNumber
+from aserve.core.request import FinishReason
+from aserve.engine.deliver import JOINED_SHARE, MIN_JOINED_STREAMS, Choice, Deliverable, Deliverer
+from aserve.engine.generation import Delta
+from aserve.engine.options import EngineOptions
+from aserve.engine.ports import NullObserver
+from aserve.engine.stream import TokenStream
+from aserve.text.stops import StopMatcher
+
+PERIOD_S = 1.0
+MANY = 2 * MIN_JOINED_STREAMS
+
+
+class Owner:
+    """Whom streams tell, and who does nothing."""
+
+    def others_wait(self) -> bool:
+        return False
+
+    def stream_closed(self, stream: TokenStream) -> None: ...
+    def stream_stalled(self, stream: TokenStream) -> None: ...
+    def stream_caught_up(self, stream: TokenStream) -> None: ...
+    def stream_given_up(self, stream: TokenStream) -> None: ...
+
+
+class Gaps(NullObserver):
+    """Keeps what delivery says of the times between tokens."""
+
+    def __init__(self) -> None:
+        self.gaps_s: list[float] = []
+
+    def inter_token(self, seconds: float, num: int = 1) -> None:
+        self.gaps_s += [seconds] * num
+
+
+class Delivery:
+    """A deliverer on a clock that every token moves on, with streams that have their first token; a step a period."""
+
+    def __init__(self, *, num_streams: int = MANY, share: float, steps: int, stop: tuple[str, ...] = ()) -> None:
+        self.now_s = 0.0
+        self.cost_s = share * PERIOD_S / num_streams
+        self.observer = Gaps()
+        self.stopped: list[tuple[int, int]] = []
+        self.deliverer = Deliverer(
+            1000, steps, self.observer,
+            on_stop=lambda sequence, index: self.stopped.append((sequence, index)),
+            on_end=lambda choice, reason: None,
+            clock=lambda: self.now_s,
+        )  # fmt: skip
+        self.sequences = [SequenceId(number) for number in range(1, num_streams + 1)]
+        self.streams = {
+            sequence: TokenStream(str(sequence), 1, EngineOptions(), owner=Owner(), now=0.0)
+            for sequence in self.sequences
+        }
+        for sequence, stream in self.streams.items():
+            self.deliverer.choices[sequence] = Choice(
+                sequence=sequence, index=0, request=request(stop=stop), stream=stream, is_first=True, decoder=self,
+                matcher=StopMatcher(stop) if stop else None, eos_ids=frozenset(), stop_ids=frozenset(), is_plain=True,
+            )  # fmt: skip
+        self._num_landed = 0
+
+    def push(self, token: int) -> str:
+        """As the decoder of all of them: letters, which take time."""
+        self.now_s += self.cost_s
+        return chr(token)
+
+    def finish(self) -> str:
+        return ""
+
+    async def land(
+        self,
+        letter: str | None,
+        *,
+        sequences: Sequence[SequenceId] | None = None,
+        ends: Sequence[SequenceId] = (),
+        is_next_short: bool = True,
+    ) -> None:
+        """A step brings every sequence a letter, a period after the last one; the deliverer does what it wants."""
+        self._num_landed += 1
+        self.now_s = self._num_landed * PERIOD_S
+        self.post(letter, sequences=sequences, ends=ends, is_next_short=is_next_short)
+        await self.turn()
+
+    def post(
+        self,
+        letter: str | None,
+        *,
+        sequences: Sequence[SequenceId] | None = None,
+        ends: Sequence[SequenceId] = (),
+        is_next_short: bool = True,
+    ) -> None:
+        named = list(self.sequences if sequences is None else sequences)
+        actions: list[Deliverable] = []
+        if letter is not None:
+            step = StepNumber(self._num_landed)
+            rows = list(range(len(named)))
+            actions.append(DeliverTokens(step, named, [ord(letter)] * len(named), rows, len(named), None))
+        actions += [Finish(sequence, FinishReason.LENGTH) for sequence in ends]
+        self.deliverer.post_landing(actions, self.now_s, is_next_short=is_next_short)
+
+    async def turn(self) -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    def taken(self, sequence: int = 1) -> list[Delta]:
+        return self.streams[SequenceId(sequence)].next_nowait()
+
+
+@asynccontextmanager
+async def delivering(
+    *, num_streams: int = MANY, share: float = 2 * JOINED_SHARE, steps: int = 2, stop: tuple[str, ...] = ()
+) -> AsyncIterator[Delivery]:
+    """A delivery that has seen two steps, "a" and "b", and knows what a token costs and how often steps land."""
+    delivery = Delivery(num_streams=num_streams, share=share, steps=steps, stop=stop)
+    task = asyncio.create_task(delivery.deliverer.run())
+    try:
+        await delivery.land("a", is_next_short=False)
+        await delivery.land("b", is_next_short=False)
+        for sequence in delivery.sequences:
+            assert [delta.text for delta in delivery.taken(sequence)] == ["a", "b"]
+        yield delivery
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def few_streams() -> dict[str, int]:
+    return {"num_streams": MIN_JOINED_STREAMS - 1}
+
+
+async def test_two_steps_go_out_together_where_delivery_takes_long() -> None:
+    """The first waits, and comes with the second as one delta with the text and tokens of both."""
+    async with delivering() as delivery:
+        await delivery.land("c")
+        waiting = delivery.taken()
+        await delivery.land("d")
+        both = delivery.taken()
+
+    assert waiting == []
+    assert [(delta.text, delta.tokens, delta.num_output) for delta in both] == [("cd", (ord("c"), ord("d")), 4)]
+
+
+@pytest.mark.parametrize(("share", "steps", "expected"), [(0.6, 3, 3), (0.6, 1, 1), (0.3, 3, 2), (0.2, 3, 1)])
+async def test_as_many_steps_wait_as_delivery_takes_quarters_of_the_time(
+    share: float, steps: int, expected: int
+) -> None:
+    """Never more than the option allows."""
+    async with delivering(share=share, steps=steps) as delivery:
+        num_landed = 0
+        while not (deltas := delivery.taken()):
+            await delivery.land(chr(ord("c") + num_landed))
+            num_landed += 1
+
+    assert num_landed == expected
+    assert [delta.text for delta in deltas] == ["cdefg"[:expected]]
+
+
+@pytest.mark.parametrize(
+    ("built", "landing"),
+    [({}, {"is_next_short": False}), (few_streams(), {})],
+    ids=["a prompt's step comes next", "few streams"],
+)
+async def test_a_step_does_not_wait(built: dict[str, int], landing: dict[str, bool]) -> None:
+    """For a long step, or for the sake of a few streams."""
+    async with delivering(**built) as delivery:  # type: ignore[arg-type]
+        await delivery.land("c", **landing)  # type: ignore[arg-type]
+        deltas = delivery.taken()
+
+    assert [delta.text for delta in deltas] == ["c"]
+
+
+async def test_a_landing_without_tokens_lets_out_what_waits() -> None:
+    """A step whose rows were all over, or one that failed."""
+    async with delivering() as delivery:
+        await delivery.land("c")
+        await delivery.land(None)
+        deltas = delivery.taken()
+
+    assert [delta.text for delta in deltas] == ["c"]
+
+
+async def test_what_comes_from_elsewhere_lets_out_what_waits() -> None:
+    """A sequence that ends between two landings is not kept, and its tokens come first."""
+    async with delivering() as delivery:
+        await delivery.land("c")
+        delivery.deliverer.post(Finish(SequenceId(1), FinishReason.ABORT))
+        await delivery.turn()
+        deltas, others = delivery.taken(), delivery.taken(2)
+
+    assert [(delta.text, delta.finish) for delta in deltas] == [("c", None), ("", FinishReason.ABORT)]
+    assert [delta.text for delta in others] == ["c"]
+
+
+async def test_one_that_ends_waits_with_the_others() -> None:
+    """Its last token and its end go out with the next step, in which it has no token; the others' tokens are joined."""
+    async with delivering() as delivery:
+        await delivery.land("c", ends=[SequenceId(1)])
+        waiting = delivery.taken()
+        await delivery.land("d", sequences=delivery.sequences[1:])
+        ended, others = delivery.taken(), delivery.taken(2)
+
+    assert waiting == []
+    assert (text(ended), tokens(ended)) == ("c", [ord("c")])
+    assert [delta.finish for delta in ended] == [None, FinishReason.LENGTH]
+    assert [delta.text for delta in others] == ["cd"]
+
+
+async def test_what_the_loop_was_late_for_goes_out_at_once() -> None:
+    """Three steps that lie in the queue are one delta, also where they would not have been made to wait."""
+    async with delivering(share=0.01) as delivery:
+        for letter in "cde":
+            delivery.post(letter)
+        await delivery.turn()
+        deltas = delivery.taken()
+
+    assert [(delta.text, delta.num_output) for delta in deltas] == [("cde", 5)]
+
+
+@pytest.mark.parametrize("built", [{"steps": 1}, few_streams()], ids=["never, by the option", "few streams"])
+async def test_what_the_loop_was_late_for_may_stay_apart(built: dict[str, int]) -> None:
+    """A delta for each token."""
+    async with delivering(**built) as delivery:  # type: ignore[arg-type]
+        for letter in "cde":
+            delivery.post(letter)
+        await delivery.turn()
+        deltas = delivery.taken()
+
+    assert [delta.text for delta in deltas] == ["c", "d", "e"]
+
+
+async def test_a_stop_string_in_the_first_of_two_joined_tokens_ends_it_there() -> None:
+    """What came before it is text, the second token is not, and the scheduler is told of the first."""
+    async with delivering(stop=("d",)) as delivery:
+        for letter in "cde":
+            delivery.post(letter)
+        await delivery.turn()
+        deltas = delivery.taken()
+
+    assert (text(deltas), deltas[-1].finish, deltas[-1].stop_reason) == ("c", FinishReason.STOP, "d")
+    assert tokens(deltas) == [ord("c"), ord("d")]
+    assert delivery.stopped[0] == (1, 3)
+
+
+async def test_text_that_waits_is_not_lost_where_a_decoder_fails() -> None:
+    """The error comes with the text before it."""
+
+    def fails_at(letter: str, push: Callable[[int], str]) -> Callable[[int], str]:
+        def pushed(token: int) -> str:
+            if chr(token) == letter:
+                raise ValueError("no such token")
+            return push(token)
+
+        return pushed
+
+    async with delivering() as delivery:
+        delivery.push = fails_at("d", delivery.push)  # type: ignore[method-assign]
+        await delivery.land("c")
+        await delivery.land("d")
+        deltas = delivery.taken()
+
+    assert (text(deltas), deltas[-1].finish) == ("c", FinishReason.ERROR)
+
+
+async def test_times_between_tokens_are_shared_out() -> None:
+    """Of two that came together, each counts half of the time since the one before: the mean stays what it was."""
+    async with delivering(share=0.5) as delivery:
+        delivery.observer.gaps_s.clear()
+        delivery.cost_s = 0.0
+        await delivery.land("c")
+        await delivery.land("d")
+        gaps_s = delivery.observer.gaps_s
+
+    assert gaps_s == [PERIOD_S] * 2 * MANY
