@@ -100,6 +100,7 @@ class Point:
 
     policy: str
     budget: int
+    joined: int
     streams: int
     tokens_per_s: float
     ttft_ms_p50: float
@@ -173,7 +174,11 @@ async def run_loadgen(url: str, *flags: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(
-    runner: KeptRunner, options: SchedulerOptions, renderer: PromptRenderer, tokenizer: HFTokenizer
+    runner: KeptRunner,
+    options: SchedulerOptions,
+    renderer: PromptRenderer,
+    tokenizer: HFTokenizer,
+    **engine_options: Any,
 ) -> AsyncIterator[tuple[Engine, str, Metrics, Trace]]:
     """The whole server on a port of its own, put together as ``aserve.main`` does it."""
     metrics = Metrics("measured")
@@ -182,7 +187,7 @@ async def serving(
         runner,
         tokenizer,
         options,
-        EngineOptions(max_queue_requests=1 << 14),
+        EngineOptions(max_queue_requests=1 << 14, **engine_options),
         observer=trace,
         make_alarm=Alarm if alarm_is_supported() else None,
     )
@@ -213,6 +218,8 @@ async def measure(
     policy: str,
     asked: Load,
     timeline: Path | None,
+    *,
+    with_profile: bool,
 ) -> Point:
     await load(url, replace(asked, tokens=min(asked.tokens, 32), rounds=1), seed=1)
     watch = LoopWatch(metrics.loop_lag, interval_s=0.005)
@@ -238,6 +245,7 @@ async def measure(
     return Point(
         policy=policy,
         budget=engine.scheduler.options.max_num_batched_tokens,
+        joined=engine.options.max_joined_steps,
         streams=asked.streams,
         tokens_per_s=summary["throughput"]["output_tokens_per_s"],
         ttft_ms_p50=summary["first_content_ms"]["sent"]["p50"],
@@ -257,7 +265,7 @@ async def measure(
         looks_a_step=looks / num_steps,
         bubble=(after.bubble_s - before.bubble_s) / steps_s(cut),
         steps=steps_by_kind(cut),
-        gpu_idle=await gpu_idle(engine, url, trace, asked, timeline),
+        gpu_idle=await gpu_idle(engine, url, trace, asked, timeline) if with_profile else None,
     )
 
 
@@ -324,15 +332,16 @@ async def gpu_idle(
 
 def table(points: Sequence[Point]) -> str:
     lines = [
-        "| policy | budget | streams | tokens/s | TTFT ms p50 | p99 | TPOT ms p50 | gap ms p50 | p99 | rows a step "
-        "| loop lag ms p50 | p99 | launch ms p50 | p99 | max | p99 of rows | CPU µs a token | looks a step | bubbles "
-        "| GPU idle |",
-        "|---" * 20 + "|",
+        "| policy | budget | joined | streams | tokens/s | TTFT ms p50 | p99 | TPOT ms p50 | gap ms p50 | p99 "
+        "| rows a step | loop lag ms p50 | p99 | launch ms p50 | p99 | max | p99 of rows | CPU µs a token "
+        "| looks a step | bubbles | GPU idle |",
+        "|---" * 21 + "|",
     ]
     for point in points:
         idle = "" if point.gpu_idle is None else f"{sum(point.gpu_idle.values()):.1%}"
         lines.append(
-            f"| {point.policy} | {point.budget} | {point.streams} | {point.tokens_per_s:.0f} | {point.ttft_ms_p50:.1f} "
+            f"| {point.policy} | {point.budget} | {point.joined} | {point.streams} "
+            f"| {point.tokens_per_s:.0f} | {point.ttft_ms_p50:.1f} "
             f"| {point.ttft_ms_p99:.1f} | {point.tpot_ms_p50:.2f} | {point.gap_ms_p50:.2f} "
             f"| {point.gap_ms_p99:.2f} | {point.rows_a_step:.1f} | {point.lag_ms_p50:.2f} | {point.lag_ms_p99:.2f} "
             f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.launch_ms_max:.2f} "
@@ -340,7 +349,7 @@ def table(points: Sequence[Point]) -> str:
             f"| {point.bubble:.1%} | {idle} |"
         )
     for point in points:
-        name = f"{point.policy} {point.budget} at {point.streams}"
+        name = f"{point.policy} {point.budget} {point.joined} at {point.streams}"
         steps = ", ".join(f"{kind}: {n} of {ms:.2f} ms, {all_s:.2f} s" for kind, (n, ms, all_s) in point.steps.items())
         lines += ["", f"steps, {name}: {steps}"]
         if point.gpu_idle is not None:
@@ -365,10 +374,12 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
     freeze_heap()
     points = []
     try:
-        for policy, budget in itertools.product(arguments.policies, arguments.max_num_batched_tokens):
+        for policy, budget, joined in itertools.product(
+            arguments.policies, arguments.max_num_batched_tokens, arguments.max_joined_steps
+        ):
             options = scheduler_options(arguments, policy, arguments.max_inflight)
             options = replace(options, max_num_batched_tokens=budget or runner.info.max_num_batched_tokens)
-            async with serving(timed, options, renderer, tokenizer) as (
+            async with serving(timed, options, renderer, tokenizer, max_joined_steps=joined) as (
                 engine,
                 url,
                 metrics,
@@ -378,8 +389,10 @@ async def run(arguments: argparse.Namespace, runner: Runner, model: Path) -> lis
                     asked = Load(
                         streams=streams, tokens=arguments.tokens, words=arguments.words, rounds=arguments.rounds
                     )
-                    file = arguments.timelines and arguments.timelines / f"{policy}-{budget}-{streams}.json"
-                    point = await measure(engine, timed, url, metrics, trace, policy, asked, file)
+                    file = arguments.timelines and arguments.timelines / f"{policy}-{budget}-{joined}-{streams}.json"
+                    point = await measure(
+                        engine, timed, url, metrics, trace, policy, asked, file, with_profile=not arguments.no_profile
+                    )
                     points.append(point)
                     print(json.dumps(asdict(point)), file=sys.stderr, flush=True)  # noqa: T201  # if it is cut short
     finally:
@@ -412,7 +425,9 @@ def main() -> int:
     parser.add_argument("--max-inflight", type=int, default=SchedulerOptions().max_inflight)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=(0,), help="0 is the server's own")
+    parser.add_argument("--max-joined-steps", type=int, nargs="+", default=(EngineOptions().max_joined_steps,))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--timelines", type=Path, help="a folder for files of host and device at each point")
     arguments = parser.parse_args()
     if arguments.timelines is not None:
