@@ -126,6 +126,7 @@ class Deliverer:
         self._landed_s: float | None = None
         self._period_s = math.inf  # between landings that brought tokens, in the mean
         self._cost_s = 0.0  # of a token that is written, in the mean
+        self._num_joined = 0  # steps in a row whose text waits for that of the one behind
         # Streams of one landing got their last token in one landing, so nearly all gaps are the same number.
         self._gap_s = 0.0
         self._num_gaps = 0
@@ -252,7 +253,10 @@ class Deliverer:
 
     async def _deliver_tokens(self, parcel: DeliverTokens) -> None:
         now, logprobs, choices = self._clock(), parcel.logprobs, self.choices
-        followed = self._sequences_of_next_step() if self._may_join(len(parcel.sequences)) else ()
+        followed: Container[SequenceId] = ()
+        if self._may_join(len(parcel.sequences)) and self._num_joined + 1 < self._max_joined_steps:
+            followed = self._sequences_of_next_step()
+        self._num_joined = self._num_joined + 1 if followed else 0
         began_s = now
         entries = zip(parcel.sequences, parcel.tokens, parcel.rows, strict=True)
         num_left = len(parcel.sequences)

@@ -217,14 +217,15 @@ async def test_one_that_ends_waits_with_the_others() -> None:
 
 
 async def test_what_the_loop_was_late_for_goes_out_at_once() -> None:
-    """Three steps that lie in the queue are one delta, also where they would not have been made to wait."""
-    async with delivering(share=0.01) as delivery:
-        for letter in "cde":
+    """Steps that lie in the queue are joined, also where they would not have been made to wait: no more than allowed,
+    or a loop that is always late would never write."""
+    async with delivering(share=0.01, steps=3) as delivery:
+        for letter in "cdefg":
             delivery.post(letter)
         await delivery.turn()
         deltas = delivery.taken()
 
-    assert [(delta.text, delta.num_output) for delta in deltas] == [("cde", 5)]
+    assert [(delta.text, delta.num_output) for delta in deltas] == [("cde", 5), ("fg", 7)]
 
 
 @pytest.mark.parametrize("built", [{"steps": 1}, few_streams()], ids=["never, by the option", "few streams"])
@@ -241,7 +242,7 @@ async def test_what_the_loop_was_late_for_may_stay_apart(built: dict[str, int]) 
 
 async def test_a_stop_string_in_the_first_of_two_joined_tokens_ends_it_there() -> None:
     """What came before it is text, the second token is not, and the scheduler is told of the first."""
-    async with delivering(stop=("d",)) as delivery:
+    async with delivering(stop=("d",), steps=3) as delivery:
         for letter in "cde":
             delivery.post(letter)
         await delivery.turn()

@@ -91,11 +91,13 @@ class TimedRunner(KeptRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of one policy and budget at so many streams. ttft, tpot, gaps: the client's. bubble: share of the time in which
-    no step was out beside work, as the host saw it. cpu_us: of this process a token, and by stage.
+    """Of one policy, budget and number of joined steps at so many streams. ttft, tpot, gaps: the client's.
 
-    rows_*: of steps without prompts. steps: by what they hold, how many, ms at the median and seconds in all, as the
-    host saw them. gpu_idle: shares of the time in which no kernel ran, by what the loop was at.
+    cpu_us: of this process a token, and by stage (what other threads take counts as what the loop is at). loop_busy:
+    share of the time that the loop's thread ran, looking for landings included. rows_*: of steps without prompts.
+    bubble: share of the time in which no step was out beside work, as the host saw it. steps: by what they hold, how
+    many, ms at the median and seconds in all, as the host saw them. gpu_idle: shares of the time in which no kernel
+    ran, by what the loop was at.
     """
 
     policy: str
@@ -117,6 +119,7 @@ class Point:
     rows_launch_ms_p99: float
     cpu_us: float
     cpu_us_by_stage: dict[str, float]
+    loop_busy: float
     looks_a_step: float
     bubble: float
     steps: dict[str, tuple[int, float, float]]
@@ -228,9 +231,10 @@ async def measure(
     runner.launches_s.clear()
     watch.start()
     sampler.start()
-    started_cpu_s = time.process_time()
+    started_cpu_s, started_loop_s = time.process_time(), time.thread_time()
     started_s = time.monotonic()
     summary = (await load(url, asked, seed=2))["summary"]
+    loop_busy = (time.thread_time() - started_loop_s) / (time.monotonic() - started_s)
     cut = trace.cut(time.monotonic() - started_s)
     cpu_s = time.process_time() - started_cpu_s
     sampler.stop()
@@ -262,6 +266,7 @@ async def measure(
         rows_launch_ms_p99=quantile([took_s for took_s, has_prompts in launches if not has_prompts], 0.99) * 1e3,
         cpu_us=cpu_us,
         cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
+        loop_busy=loop_busy,
         looks_a_step=looks / num_steps,
         bubble=(after.bubble_s - before.bubble_s) / steps_s(cut),
         steps=steps_by_kind(cut),
@@ -334,8 +339,8 @@ def table(points: Sequence[Point]) -> str:
     lines = [
         "| policy | budget | joined | streams | tokens/s | TTFT ms p50 | p99 | TPOT ms p50 | gap ms p50 | p99 "
         "| rows a step | loop lag ms p50 | p99 | launch ms p50 | p99 | max | p99 of rows | CPU µs a token "
-        "| looks a step | bubbles | GPU idle |",
-        "|---" * 21 + "|",
+        "| loop busy | looks a step | bubbles | GPU idle |",
+        "|---" * 22 + "|",
     ]
     for point in points:
         idle = "" if point.gpu_idle is None else f"{sum(point.gpu_idle.values()):.1%}"
@@ -345,7 +350,7 @@ def table(points: Sequence[Point]) -> str:
             f"| {point.ttft_ms_p99:.1f} | {point.tpot_ms_p50:.2f} | {point.gap_ms_p50:.2f} "
             f"| {point.gap_ms_p99:.2f} | {point.rows_a_step:.1f} | {point.lag_ms_p50:.2f} | {point.lag_ms_p99:.2f} "
             f"| {point.launch_ms_p50:.3f} | {point.launch_ms_p99:.3f} | {point.launch_ms_max:.2f} "
-            f"| {point.rows_launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.looks_a_step:.1f} "
+            f"| {point.rows_launch_ms_p99:.3f} | {point.cpu_us:.1f} | {point.loop_busy:.0%} | {point.looks_a_step:.1f} "
             f"| {point.bubble:.1%} | {idle} |"
         )
     for point in points:
