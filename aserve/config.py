@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from aserve import faults
-from aserve.core.options import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, SchedulerOptions
+from aserve.core.options import CPU_BATCHED_TOKENS, SchedulerOptions, gpu_batched_tokens
 from aserve.engine.options import EngineOptions
 from aserve.errors import ConfigError
 from aserve.model.options import ModelOptions
@@ -160,12 +160,15 @@ class Config:
                 name=option.name, value=shown, origin=self.origins.get(option.name, "default"), help=option.help
             )
 
-    def on(self, device: Literal["CPU", "GPU"]) -> "Config":
-        """With the token budget that this device takes where it is left open; the origin then says so."""
+    def on(self, device: Literal["CPU", "GPU"], num_parameters: int | None = None) -> "Config":
+        """With the token budget that this device takes where it is left open; the origin then says so.
+
+        num_parameters: as for ``gpu_batched_tokens``.
+        """
         if self.scheduler.max_num_batched_tokens:
             return self
         name = "scheduler.max_num_batched_tokens"
-        usual = GPU_BATCHED_TOKENS if device == "GPU" else CPU_BATCHED_TOKENS
+        usual = gpu_batched_tokens(num_parameters) if device == "GPU" else CPU_BATCHED_TOKENS
         origin = f"{self.origins.get(name, 'default')} (0), decided for this {device}"
         return dataclasses.replace(
             self,

@@ -275,11 +275,24 @@ def test_options_that_need_each_other() -> None:
     )
 
 
-@pytest.mark.parametrize(("max_num_seqs", "on_cpu", "on_gpu"), [(64, 512, 1024), (600, 632, 1024), (1000, 1032, 1032)])
-def test_the_device_decides_the_token_budget(max_num_seqs: int, on_cpu: int, on_gpu: int) -> None:
-    """Unless somebody sets it; a step holds every row and a block. The origin names the device."""
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_parameters", "on_cpu", "on_gpu"),
+    [
+        (64, None, 512, 1024),
+        (600, None, 632, 1024),
+        (1000, 7_000_000_000, 1032, 1032),
+        (64, 7_000_000_000, 512, 1024),
+        (64, 1_000_000_000, 512, 2048),
+    ],
+)
+def test_the_device_decides_the_token_budget(
+    max_num_seqs: int, num_parameters: int | None, on_cpu: int, on_gpu: int
+) -> None:
+    """Unless somebody sets it, and a GPU by the model's size; a step holds every row and a block. The origin names
+    the device."""
     config = load_config(keywords={"scheduler.max_num_seqs": max_num_seqs})
-    (setting,) = [each for each in config.on("GPU").settings() if each.name == "scheduler.max_num_batched_tokens"]
+    settings = config.on("GPU", num_parameters).settings()
+    (setting,) = [each for each in settings if each.name == "scheduler.max_num_batched_tokens"]
 
     assert config.on("CPU").scheduler.max_num_batched_tokens == on_cpu
     assert (setting.value, setting.origin) == (str(on_gpu), "default (0), decided for this GPU")

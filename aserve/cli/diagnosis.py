@@ -50,7 +50,7 @@ class Problem:
 class Diagnosis:
     """Facts by section, as name -> value for people, and the problems in the order in which they were found.
 
-    device: where the model would run.
+    device: where the model would run. num_layer_parameters: of the model, None if they are not known.
     """
 
     machine: dict[str, str] = field(default_factory=dict)
@@ -58,6 +58,7 @@ class Diagnosis:
     model: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     device: Literal["CPU", "GPU"] = "CPU"
+    num_layer_parameters: int | None = None
 
     @property
     def can_serve(self) -> bool:
@@ -257,6 +258,7 @@ def _facts_of(folder: Path, config: Config, found: Diagnosis) -> dict[str, str]:
     from aserve.text.tokenizer import HFTokenizer
 
     model = ModelConfig.from_folder(folder)
+    found.num_layer_parameters = model.num_layer_parameters
     num_parameters = sum(_parameters_in(path) for path in folder.glob("*.safetensors"))
     is_narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and threads.supports_bfloat16() and not config.model.reference

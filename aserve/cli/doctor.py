@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     from aserve.cli.diagnosis import diagnose  # numpy and the model's layers, which --help does without
 
     found = diagnose(config, os.environ, load=args.load)
-    config = config.on(found.device)
+    config = config.on(found.device, found.num_layer_parameters)
     if mistake:
         found.error(f"{mistake} (The rest of this report is about the defaults.)")
     sys.stdout.write(as_json(config, found) if args.json else "\n".join(as_text(config, found)) + "\n")

@@ -56,6 +56,12 @@ class DecoderShape:
     mlp_bias: bool
     tied_embeddings: bool
 
+    @property
+    def num_layer_parameters(self) -> int:
+        """Of the products in all layers."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -88,6 +94,11 @@ class ModelConfig:
     bos_id: int | None = None
     dtype: str | None = None
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    @property
+    def num_layer_parameters(self) -> int | None:
+        """Of the products in all layers, None where the decoder is not ours: half of a token's operations there."""
+        return None if self.decoder is None else self.decoder.num_layer_parameters
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":

@@ -164,3 +164,17 @@ def test_folders_that_hold_no_model_are_refused(content: str | None, message: st
 
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_parameters_of_the_layers_are_counted(name: str, tmp_path: Path) -> None:
+    """Those of the products: what transformers holds as matrices of linear layers, without embeddings and the head."""
+    from families import NATIVE, hf_model, save
+
+    model_type, overrides = NATIVE[name]
+    model = hf_model(model_type, **overrides)
+    config = ModelConfig.from_folder(save(model, tmp_path / name))
+    expected = sum(weight.numel() for key, weight in model.named_parameters() if "layers" in key and weight.dim() == 2)
+
+    assert config.num_layer_parameters == expected
