@@ -2,7 +2,8 @@
 
 A forward reads and writes memory that was allocated at start, launches nothing that depends on a value, and asks the
 host for nothing: a CUDA graph of it serves any step of its size. There are two forms of it: nine kernels a layer, the
-products by cuBLAS; and for decode steps of few rows six, whose products take norms, SiLU and the residual along.
+products by cuBLAS; and for decode steps of few rows five, whose products take norms, SiLU and the residual along, and
+whose attention takes RoPE and the cache's writes.
 
 Shape suffixes: S sequences of the step, T tokens, R rows whose logits are wanted, A query heads, H kv heads,
 D head_dim, C hidden size, I intermediate size, J = 2 I, N columns of the QKV product, V vocabulary, P positions.
@@ -24,7 +25,7 @@ from aserve.model.kernels.attention_plan import AttentionPlan
 from aserve.model.kernels.few_rows import MAX_ROWS, FewRowsProducts, Stream, can_read
 from aserve.model.kernels.matmul import batch_invariant_matmul
 from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
-from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
+from aserve.model.kernels.rope_kv import Rotation, rope_table, rotate_and_cache
 from aserve.model.rope import inverse_frequencies
 
 _REFERENCE_BLOCK_HEADS = 2
@@ -339,19 +340,22 @@ class CudaDecoder:
         stream = Stream(residual_TC=memory.residual_TC[:num_rows], scaled_TC=memory.normed_TC[:num_rows])
         qkv_TN, product_TI = memory.qkv_TN[:num_rows], memory.product_TI[:num_rows]
         attended_TAD = memory.attended_TAD[:num_rows]
-        q_TAD = qkv_TN.view(num_rows, -1, shape.head_dim)[:, : shape.num_heads]
         next_gains = [*(layer.input_gain_C for layer in layers[1:]), self._gain_C]
 
         products.embed(step.token_ids_T, self._embedding_VC, layers[0].input_gain_C, stream=stream)
         for layer, next_gain_C, kv_layer in zip(layers, next_gains, kv_layers, strict=False):
             products.norm_product(stream, eps, *layer.qkv.weights, out_TN=qkv_TN)
-            rotate_and_cache(
-                qkv_TN, step.positions_T, step.slot_mapping_T, self._rope_PD, kv_layer, qk_norm_AHD=layer.qk_norm_AHD,
-                eps=eps, uses_rope=layer.uses_rope, early=products.early,
-            )  # fmt: skip
-            self._attention.attend_rows(
-                q_TAD, kv_layer, step.block_tables_SB, step.plans[layer.window], scale=shape.head_dim**-0.5,
-                early=products.early, out_TAD=attended_TAD,
+            rotation = Rotation(
+                positions_T=step.positions_T,
+                slot_mapping_T=step.slot_mapping_T,
+                table_PD=self._rope_PD,
+                qk_norm_AHD=layer.qk_norm_AHD,
+                eps=eps,
+                uses_rope=layer.uses_rope,
+            )
+            self._attention.rotate_and_attend_rows(
+                qkv_TN, rotation, kv_layer, step.block_tables_SB, step.plans[layer.window],
+                scale=shape.head_dim**-0.5, early=products.early, out_TAD=attended_TAD,
             )  # fmt: skip
             products.product_add(attended_TAD.view(num_rows, -1), *layer.o.weights, layer.post_gain_C, stream=stream)
             products.norm_gate_up(stream, eps, *layer.gate_up.weights, out_TI=product_TI)
@@ -372,7 +376,7 @@ class CudaDecoder:
         if step.has_chunks:
             self._attention.attend(*arguments, scale=scale, side=step.side, out_TAD=attended_TAD)
         else:
-            self._attention.attend_rows(*arguments, scale=scale, early=False, out_TAD=attended_TAD)
+            self._attention.attend_rows(*arguments, scale=scale, out_TAD=attended_TAD)
 
 
 def _read_layer(shape: DecoderShape, layer: int, read: ReadTensor, reference: bool) -> _Layer:

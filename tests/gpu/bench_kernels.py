@@ -1,6 +1,7 @@
 """What each kernel takes on this GPU, beside the time that its bytes or operations need, and whole plain decode steps.
 
-    python tests/gpu/bench_kernels.py [elementwise] [decode] [chunks] [products] [sampler] [steps] [--tune] [--rows 1]
+    python tests/gpu/bench_kernels.py [elementwise] [decode] [rotation] [chunks] [products] [sampler] [steps] [--tune]
+        [--rows 1]
 
 Each figure is the median replay of a CUDA graph that runs the kernel once a layer, over as many caches and weights, so
 that nothing is found in the L2 cache that a step would not find there. --tune tries all tile settings.
@@ -26,7 +27,7 @@ from aserve.core.plan import BatchPlan, Join
 from aserve.core.request import SamplingParams
 from aserve.model.kernels.activation import silu_mul
 from aserve.model.kernels.attention_chunks import chunk_attention, mixed_attention
-from aserve.model.kernels.attention_decode import decode_attention
+from aserve.model.kernels.attention_decode import decode_attention, rotate_and_attend
 from aserve.model.kernels.attention_plan import AttentionPlan
 from aserve.model.kernels.attention_tiles import ChunkTiles, DecodeTiles
 from aserve.model.kernels.compile import compile_variants, variants_of
@@ -34,7 +35,7 @@ from aserve.model.kernels.differences import HEADER_WORDS, apply_differences
 from aserve.model.kernels.few_rows import MAX_ROWS, FewRowsProducts, Stream
 from aserve.model.kernels.few_rows_tiles import ProductTiles
 from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms_norm
-from aserve.model.kernels.rope_kv import rope_table, rotate_and_cache
+from aserve.model.kernels.rope_kv import Rotation, rope_table, rotate_and_cache
 from aserve.model.kernels.sampler import sample, top_logprobs
 from aserve.model.kernels.slot_update import FROM_SLOT, commit, lay_out
 from aserve.model.kernels.slots import SlotTensors
@@ -148,6 +149,12 @@ class Sequences:
         self.slots_S = int32(list(range(len(lengths))))
         self.context_S = int32(lengths)
 
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """(positions, slots in the cache) of the rows' newest tokens."""
+        positions_S = self.context_S - 1
+        blocks_S = self.tables_SB[self.slots_S.long(), (positions_S // BLOCK_SIZE).long()]
+        return positions_S, blocks_S * BLOCK_SIZE + positions_S % BLOCK_SIZE
+
     def plan(
         self,
         queries: list[int],
@@ -234,6 +241,37 @@ def bench_decode_case(shape: Shape, name: str, lengths: list[int], tune: bool) -
     if tune:
         by_setting = {(target, t and (t.tokens, t.num_stages, t.num_warps)): us for us, target, t in found}
         say("   ", {str(k): round(v, 1) for k, v in sorted(by_setting.items(), key=str)})
+
+
+def bench_rotation(tune: bool, nums_rows: Sequence[int] = ()) -> None:
+    """Attention that does RoPE and the cache's writes itself, beside the two kernels, each begun early."""
+    for shape, num_rows in itertools.product(SHAPES, nums_rows or (1, 16, 64)):
+        bench_rotation_case(shape, [640] * num_rows)
+        torch.cuda.empty_cache()
+
+
+def bench_rotation_case(shape: Shape, lengths: list[int]) -> None:
+    rows = Sequences(shape, lengths)
+    num_rows, plan = len(lengths), rows.plan([1] * len(lengths))
+    qkv = randn(num_rows, shape.qkv_width)
+    q = qkv.view(num_rows, -1, shape.head_dim)[:, : shape.num_heads]
+    out = torch.empty(num_rows, shape.num_heads, shape.head_dim, dtype=BF16, device=DEVICE)
+    table = rope_table(torch.rand(shape.head_dim // 2, device=DEVICE), 8192)
+    positions, mapping = rows.newest()
+    rotation = Rotation(positions_T=positions, slot_mapping_T=mapping, table_PD=table)
+
+    def apart() -> None:
+        for layer in rows.layers:
+            rotate_and_cache(qkv, positions, mapping, table, layer, early=True)
+            decode_attention(q, layer, rows.tables_SB, plan, scale=0.1, early=True, out_TAD=out)
+
+    def in_one() -> None:
+        for layer in rows.layers:
+            rotate_and_attend(qkv, rotation, layer, rows.tables_SB, plan, scale=0.1, early=True, out_TAD=out)
+
+    num_bytes = sum(lengths) * shape.num_kv_heads * shape.head_dim * 4
+    apart_us, in_one_us = (graph_ms(run) * 1e3 / len(rows.layers) for run in (apart, in_one))
+    report(f"{shape.name} {num_rows} attention with rope", in_one_us, num_bytes=num_bytes, note=f"apart {apart_us:.1f}")
 
 
 CHUNKS = {
@@ -546,10 +584,23 @@ class PlainStep:
 
 
 class ShortStep(PlainStep):
-    """The same in the short form. early: whether kernels begin before the ones in front have ended."""
+    """The same in the short form. early: whether kernels begin before the ones in front have ended. is_rope_apart:
+    whether RoPE and the cache's writes are a kernel of their own, and not attention's."""
 
-    def __init__(self, shape: Shape, lengths: list[int], weights: dict[str, list[Tensor]], *, early: bool) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        lengths: list[int],
+        weights: dict[str, list[Tensor]],
+        *,
+        early: bool,
+        is_rope_apart: bool = False,
+    ) -> None:
         super().__init__(shape, lengths, weights)
+        self.is_rope_apart = is_rope_apart
+        self.rotation = Rotation(
+            positions_T=self.ints["positions"], slot_mapping_T=self.ints["mapping"], table_PD=self.rope
+        )
         self.products = FewRowsProducts(
             num_channels=shape.hidden, num_multiprocessors=NUM_MULTIPROCESSORS, device=self.x.device, early=early
         )
@@ -558,12 +609,16 @@ class ShortStep(PlainStep):
         shape, rows, ints, weights, products = self.shape, self.rows, self.ints, self.weights, self.products
         gains, early = weights["gain"], products.early
         stream = Stream(residual_TC=self.x, scaled_TC=self.y)
+        options = {"scale": 0.1, "early": early, "out_TAD": self.out}
         q_TAD = self.qkv.view(len(self.x), -1, shape.head_dim)[:, : shape.num_heads]
         products.embed(ints["token_ids"], weights["embedding"][0], gains[0], stream=stream)
         for index, layer in enumerate(rows.layers):
             products.norm_product(stream, 1e-5, weights["qkv"][index], None, out_TN=self.qkv)
-            rotate_and_cache(self.qkv, ints["positions"], ints["mapping"], self.rope, layer, early=early)
-            decode_attention(q_TAD, layer, rows.tables_SB, self.plan, scale=0.1, early=early, out_TAD=self.out)
+            if self.is_rope_apart:
+                rotate_and_cache(self.qkv, ints["positions"], ints["mapping"], self.rope, layer, early=early)
+                decode_attention(q_TAD, layer, rows.tables_SB, self.plan, **options)
+            else:
+                rotate_and_attend(self.qkv, self.rotation, layer, rows.tables_SB, self.plan, **options)
             attended = self.out.view(len(self.x), -1)
             products.product_add(attended, weights["o"][index], None, gains[2 * index + 1], stream=stream)
             products.norm_gate_up(stream, 1e-5, weights["gate_up"][index], None, out_TI=self.act)
@@ -577,6 +632,7 @@ def forms_of_step(
     forms: dict[str, Callable[[], PlainStep]] = {"long": lambda: PlainStep(shape, lengths, weights)}
     if len(lengths) <= MAX_ROWS:
         forms["short"] = lambda: ShortStep(shape, lengths, weights, early=False)
+        forms["short, rope apart, early"] = lambda: ShortStep(shape, lengths, weights, early=True, is_rope_apart=True)
         forms["short, early"] = lambda: ShortStep(shape, lengths, weights, early=True)
     return forms
 
@@ -616,6 +672,7 @@ def main() -> None:
     parts = {
         "elementwise": bench_elementwise,
         "decode": bench_decode,
+        "rotation": lambda tune: bench_rotation(tune, options.rows),
         "chunks": bench_chunks,
         "products": lambda tune: bench_products(tune, options.rows),
         "sampler": bench_sampler,
@@ -623,7 +680,7 @@ def main() -> None:
     }
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them, if none is named")
     parser.add_argument("--tune", action="store_true", help="attention and products with all tile settings")
-    parser.add_argument("--rows", type=int, nargs="+", default=[], help="of products and steps, only these")
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="of rotation, products and steps, only these")
     options = parser.parse_args()
     torch.manual_seed(0)
     for name in options.parts or parts:

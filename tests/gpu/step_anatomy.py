@@ -24,6 +24,7 @@ _BY_KERNEL: Final = {
 }
 _PRODUCTS: Final = {  # by what comes next, and before where that does not say it
     "rope and K/V write": "QKV product",
+    "attention": "QKV product",  # in the short form, whose attention does the rest
     "silu and product": "gate and up product",
     "sampler": "logits product",
 }

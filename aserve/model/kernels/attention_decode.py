@@ -3,8 +3,10 @@
 A program reads one item's K and V of one kv head for all the query heads that share it. The program of a row that
 finishes last merges the row's parts: a counter tells it, and no second launch is needed.
 
-Shape suffixes: T tokens of the step, A query heads, D head_dim, H kv heads, N blocks, P tokens of a block, S slots,
-B entries of a block table.
+It comes in two forms: behind ``rope_kv``, or in its place, straight from the QKV product.
+
+Shape suffixes: T tokens of the step, A query heads, D head_dim, H kv heads, N blocks or the product's columns, P tokens
+of a block or positions, S slots, B entries of a block table.
 """
 
 import math
@@ -16,6 +18,7 @@ from torch import Tensor
 from aserve.model.kernels.attention_inner import LOWEST, attend_range
 from aserve.model.kernels.attention_plan import NUM_FIELDS, AttentionPlan
 from aserve.model.kernels.early import early_launch, let_next_begin, wait_for_former
+from aserve.model.kernels.rope_kv import Rotation, load_heads, load_turn, turn_heads
 
 
 @triton.jit
@@ -55,12 +58,44 @@ def _merge(
 
 
 @triton.jit
+def _take_from_product(
+    row_ptr, kv_head, k_ptr, v_ptr, place, is_newest, cos, sin, gain_ptr, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """q of the heads that share a kv head, [BLOCK_G, BLOCK_D], from a row of the QKV product.
+
+    is_newest: whether to leave the row's K and V in the cache too, at ``place`` from k and v.
+    """
+    q_group = tl.arange(0, BLOCK_G)
+    q_head, has_q = kv_head * G + q_group, q_group < G
+    k_head = tl.full([1], H * G, tl.int32) + kv_head
+    has_k = tl.full([1], 1, tl.int1) & is_newest
+    # All that is read is asked for before any of it is needed, without a branch: its way here is most of the time.
+    q, q_partner = load_heads(row_ptr, q_head, has_q, HAS_ROPE, D, BLOCK_D)
+    k, k_partner = load_heads(row_ptr, k_head, has_k, HAS_ROPE, D, BLOCK_D)
+    v, _ = load_heads(row_ptr, k_head + H, has_k, False, D, BLOCK_D)
+    q = turn_heads(q, q_partner, gain_ptr, q_head, has_q, cos, sin, eps, D, BLOCK_D, HAS_ROPE, HAS_NORM)
+    k = turn_heads(k, k_partner, gain_ptr, k_head, has_k, cos, sin, eps, D, BLOCK_D, HAS_ROPE, HAS_NORM)
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    inside = has_k[:, None] & (dim < D)
+    tl.store(k_ptr + place + dim, k.to(k_ptr.dtype.element_ty), mask=inside)
+    tl.store(v_ptr + place + dim, v.to(v_ptr.dtype.element_ty), mask=inside)
+    # The barrier alone orders these stores before the block's own later reads, by whichever way they come (through the
+    # first-level cache, which a store of the same multiprocessor keeps true, or by asynchronous copies past it); and no
+    # other program of this launch reads them.
+    tl.debug_barrier()
+    return q.to(row_ptr.dtype.element_ty)
+
+
+@triton.jit
 def _attend_item(
     item, kv_head, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block, tables_ptr, table_stride, out_ptr,
-    items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
+    items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e, positions_ptr, mapping_ptr, turns_ptr, gain_ptr, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FROM_PRODUCT: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One item, one kv head. An item without tokens gives zeros."""
     item_ptr = items_ptr + item * F
@@ -76,11 +111,23 @@ def _attend_item(
     dim = tl.arange(0, BLOCK_D)
     inside = (group < G)[:, None] & (dim < D)[None, :]
     head_offsets = (kv_head * G + group)[:, None] * D + dim[None, :]
-    wait_for_former(EARLY)  # the plan is older than the kernel in front
-    q = tl.load(q_ptr + row * q_stride + head_offsets, mask=inside, other=0.0)
     k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_head
     v_ptr = k_ptr + stride_kv
     table_ptr = tables_ptr + slot * table_stride
+    # The plan and what the step was laid out as are older than the kernel in front.
+    if FROM_PRODUCT:
+        cos, sin = load_turn(turns_ptr, tl.load(positions_ptr + row), D, BLOCK_D)
+        cached = tl.load(mapping_ptr + row).to(tl.int64)
+        wait_for_former(EARLY)
+        # A row's items end where the next one begins: the last one alone has its newest token, and every row has one.
+        q = _take_from_product(
+            q_ptr + row * q_stride, kv_head, k_ptr, v_ptr, cached // P * stride_block + cached % P * D,
+            (split == num_splits - 1) & (first < end), cos, sin, gain_ptr, eps,
+            H, G, D, BLOCK_G, BLOCK_D, HAS_ROPE, HAS_NORM,
+        )  # fmt: skip
+    else:
+        wait_for_former(EARLY)
+        q = tl.load(q_ptr + row * q_stride + head_offsets, mask=inside, other=0.0)
 
     largest = tl.full([BLOCK_G], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -122,16 +169,20 @@ def _attend_item(
 def _decode_kernel(
     q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block, tables_ptr, table_stride, out_ptr,
     items_ptr, counts_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
+    positions_ptr, mapping_ptr, turns_ptr, gain_ptr, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    NUM_STAGES: tl.constexpr, FROM_PRODUCT: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) // H
     if item < tl.load(counts_ptr):
         _attend_item(
             item, tl.program_id(0) % H, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block,
             tables_ptr, table_stride, out_ptr, items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
-            H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES, EARLY,
+            positions_ptr, mapping_ptr, turns_ptr, gain_ptr, eps,
+            H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES, FROM_PRODUCT, HAS_ROPE, HAS_NORM,
+            EARLY,
         )  # fmt: skip
     else:
         wait_for_former(EARLY)
@@ -154,18 +205,65 @@ def decode_attention(
     contiguous; holds the step's K and V already. out: contiguous. softcap: 0 is off. early: see
     the module ``early``.
     """
-    num_heads, head_dim = q_TAD.shape[1:]
+    _launch(q_TAD, None, kv_layer, block_tables_SB, plan, scale=scale, softcap=softcap, early=early, out_TAD=out_TAD)
+
+
+def rotate_and_attend(
+    qkv_TN: Tensor,
+    rotation: Rotation,
+    kv_layer: Tensor,
+    block_tables_SB: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    early: bool = False,
+    out_TAD: Tensor,
+) -> None:
+    """``rope_kv.rotate_and_cache`` and ``decode_attention`` in one launch, which leaves ``qkv`` as it is.
+
+    plan: all of the step's tokens are rows of it. K and V of a row are written once, by the programs whose item ends
+    with it, where ``rotation`` says: that has to be its newest token's place in the block table. Those of a row that is
+    done go nowhere. Everything else as there.
+    """
+    assert not plan.tile_queries, "K and V of a chunk's tokens would be written by nobody"
+    _launch(
+        qkv_TN, rotation, kv_layer, block_tables_SB, plan, scale=scale, softcap=softcap, early=early, out_TAD=out_TAD
+    )
+
+
+def _launch(
+    q: Tensor,
+    rotation: Rotation | None,
+    kv_layer: Tensor,
+    block_tables_SB: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    softcap: float,
+    early: bool,
+    out_TAD: Tensor,
+) -> None:
+    """q: heads that are turned already, or the product with a rotation."""
+    num_heads, head_dim = out_TAD.shape[1:]
     _, num_kv_heads, _, block_size, _ = kv_layer.shape
     stride_kv, stride_head, stride_block = kv_layer.stride()[:3]
     group = num_heads // num_kv_heads
     tiles = plan.decode_tiles
+    inputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float] = (None, None, None, None, 0.0)
+    if rotation is not None:
+        inputs = (
+            rotation.positions_T, rotation.slot_mapping_T, rotation.table_PD, rotation.qk_norm_AHD, rotation.eps
+        )  # fmt: skip
     # In one dimension, since the others hold 65,535 programs and reference mode has more items.
     _decode_kernel[(num_kv_heads * len(plan.items_WF),)](
-        q_TAD, q_TAD.stride(0), kv_layer, stride_kv, stride_head, stride_block,
+        q, q.stride(0), kv_layer, stride_kv, stride_head, stride_block,
         block_tables_SB, block_tables_SB.stride(0), out_TAD,
         plan.items_WF, plan.counts_2, plan.partial_WHGD, plan.lse_WHG, plan.arrivals_SH, scale * math.log2(math.e),
+        *inputs,
         H=num_kv_heads, G=group, D=head_dim, P=block_size, F=NUM_FIELDS, SOFTCAP=softcap,
         BLOCK_G=max(16, triton.next_power_of_2(group)), MERGE_G=triton.next_power_of_2(group),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_L=tiles.tokens, NUM_STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps, **early_launch(early),
+        FROM_PRODUCT=rotation is not None, HAS_ROPE=rotation is not None and rotation.uses_rope,
+        HAS_NORM=inputs[3] is not None, num_warps=tiles.num_warps, **early_launch(early),
     )  # fmt: skip

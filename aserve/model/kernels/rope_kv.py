@@ -1,7 +1,12 @@
-"""Between the QKV product and attention: norms of q's and k's heads, RoPE, and K and V into the cache. One launch.
+"""Between the QKV product and attention: norms of q's and k's heads, RoPE, and K and V into the cache.
+
+One launch of its own, for steps of any tokens; and the parts of it with which the attention of rows does the same in
+its own launch (``attention_decode.rotate_and_attend``).
 
 Shape suffixes: T tokens, N columns of the product (q's A heads, k's H, v's H, of D each), P positions, F = D / 2.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,6 +21,68 @@ def rope_table(frequencies_F: Tensor, num_positions: int, attention_factor: floa
     positions_P = torch.arange(num_positions, device=frequencies_F.device, dtype=torch.float32)
     angles_PF = positions_P.unsqueeze(-1) * frequencies_F
     return torch.cat((angles_PF.cos(), angles_PF.sin()), -1) * attention_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """What is done to a step's q and K on their way from one layer's product to its attention, and where K and V go.
+
+    positions_T, slot_mapping_T: int32, of the step's tokens; slots are block * block_size + offset. table_PD: of
+    ``rope_table``. qk_norm_AHD: one gain a head of q, then of k; None without norms, which come before the turn.
+    """
+
+    positions_T: Tensor
+    slot_mapping_T: Tensor
+    table_PD: Tensor
+    qk_norm_AHD: Tensor | None = None
+    eps: float = 1e-6
+    uses_rope: bool = True
+
+
+@triton.jit
+def load_turn(table_ptr, position, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A position's (cos, sin) for each element of a head, [BLOCK_D]: x turned is x * cos + partner * sin."""
+    F: tl.constexpr = D // 2
+    dim = tl.arange(0, BLOCK_D)
+    angle_ptr = table_ptr + position.to(tl.int64) * D + dim % F
+    cos = tl.load(angle_ptr, mask=dim < D, other=0.0)
+    sin = tl.load(angle_ptr + F, mask=dim < D, other=0.0)
+    return cos, tl.where(dim < F, -sin, sin)
+
+
+@triton.jit
+def load_heads(x_ptr, head, is_wanted, PARTNERS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(x, partners), both [heads, BLOCK_D]: of one token's heads, or of their gains; zeros for those not wanted.
+
+    An element's partner is the one that it is turned with, half a head away: read beside it, from the same lines, since
+    another thread holds it. PARTNERS: whether they are needed; else x again.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    inside = is_wanted[:, None] & (dim < D)[None, :]
+    x = tl.load(x_ptr + head[:, None] * D + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    if PARTNERS:
+        partner_dim = (dim + D // 2) % D
+        partner = tl.load(x_ptr + head[:, None] * D + partner_dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:
+        partner = x
+    return x, partner
+
+
+@triton.jit
+def turn_heads(
+    x, partner, gain_ptr, head, is_wanted, cos, sin, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads of q or k, of ``load_heads``, as ``_rope_kv_kernel`` leaves them before they are rounded. gain: of q's
+    first head."""
+    if HAS_NORM:
+        gain, partner_gain = load_heads(gain_ptr, head, is_wanted, HAS_ROPE, D, BLOCK_D)
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * rstd * gain
+        partner = partner * rstd * partner_gain
+    if HAS_ROPE:
+        x = x * cos[None, :] + partner * sin[None, :]
+    return x
 
 
 @triton.jit

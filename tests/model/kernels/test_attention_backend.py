@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 from families import hf_logits, hf_model, prompt, save
 
 from aserve.model.kernels.attention_plan import AttentionPlan
+from aserve.model.kernels.rope_kv import Rotation, rotate_and_cache
 
 pytestmark = [
     pytest.mark.torch,
@@ -23,14 +24,27 @@ pytestmark = [
 
 
 class TorchAttention:
-    """By the definition, query by query. num_queries: how many it has computed."""
+    """By the definition, query by query. num_queries: how many it has computed; num_products: of how many products."""
 
     def __init__(self) -> None:
         self.num_queries = 0
+        self.num_products = 0
+
+    def rotate_and_attend_rows(
+        self, qkv_TN: Tensor, rotation: Rotation, kv_layer: Tensor, block_tables_SB: Tensor, plan: AttentionPlan, *,
+        scale: float, early: bool, out_TAD: Tensor,
+    ) -> None:  # fmt: skip
+        rotate_and_cache(
+            qkv_TN, rotation.positions_T, rotation.slot_mapping_T, rotation.table_PD, kv_layer,
+            qk_norm_AHD=rotation.qk_norm_AHD, eps=rotation.eps, uses_rope=rotation.uses_rope, early=early,
+        )  # fmt: skip
+        q_TAD = qkv_TN.view(len(qkv_TN), -1, out_TAD.shape[-1])[:, : out_TAD.shape[1]]
+        self.attend_rows(q_TAD, kv_layer, block_tables_SB, plan, scale=scale, out_TAD=out_TAD)
+        self.num_products += 1
 
     def attend_rows(
         self, q_TAD: Tensor, kv_layer: Tensor, block_tables_SB: Tensor, plan: AttentionPlan, *, scale: float,
-        early: bool, out_TAD: Tensor,
+        out_TAD: Tensor,
     ) -> None:  # fmt: skip
         self.attend(q_TAD, kv_layer, block_tables_SB, plan, scale=scale, side=None, out_TAD=out_TAD)
 
@@ -83,4 +97,22 @@ async def test_another_backend_takes_the_place_of_ours(window: int | None, tmp_p
     expected = torch.stack([hf_logits(model, tokens)[-1] for tokens in (first, second)])
     assert distance(found, expected) < 1e-5
     assert attention.num_queries >= 3 * (len(first) + len(second))
+    await host.runner.aclose()
+
+
+async def test_it_may_leave_the_rotation_to_a_kernel_of_its_own(tmp_path: Path) -> None:
+    """In the decoder's short form, which hands out the QKV product as it is."""
+    model = hf_model("qwen3", head_dim=16)
+    tokens = prompt(13, seed=3)
+    attention = TorchAttention()
+    runner = make_runner(save(model, tmp_path / "qwen3"), has_short_form=True, attention=attention)
+    host = PlanHost(runner)
+    for flight in host.prefill(0, tokens[:-1]):
+        await flight
+
+    await host.launch(token_writes=[(0, len(tokens) - 1, tokens[-1])], rows=[(0, len(tokens) - 1)])
+
+    found = host.runner._steps.logits_SV[:1].clone()
+    assert distance(found, hf_logits(model, tokens)[-1:]) < 1e-5
+    assert attention.num_products == model.config.num_hidden_layers
     await host.runner.aclose()
