@@ -174,6 +174,22 @@ def test_nothing_but_the_newest_tokens_is_written() -> None:
     assert torch.equal(case.qkv_TN, product_TN)
 
 
+def test_only_the_last_item_of_a_row_has_to_do_with_its_newest_token() -> None:
+    """Those before it, run without it, neither write nor read it: programs come in any order."""
+    case = case_of([200])
+    plan = case.rows.plan()
+    num_others = int(plan.counts_2[0]) - 1
+    assert num_others >= 2
+    plan.counts_2[0] = num_others
+
+    _, cache = in_one(case, plan)
+
+    newest = case.rotation.slot_mapping_T.long()
+    assert cache.view(2, case.num_kv_heads, -1, cache.shape[-1])[:, :, newest].isnan().all()
+    assert plan.partial_WHGD[:num_others].isfinite().all()
+    assert (plan.partial_WHGD[:num_others] != 0).all()
+
+
 def test_done_rows_give_zeros() -> None:
     """Whatever their product is."""
     case = case_of([0, 40, 0])
