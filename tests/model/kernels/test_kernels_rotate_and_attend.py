@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aserve.model.kernels.attention_decode import decode_attention, rotate_and_attend
 from aserve.model.kernels.attention_plan import AttentionPlan
+from aserve.model.kernels.early import can_begin_early
 from aserve.model.kernels.rope_kv import Rotation, rope_table, rotate_and_cache
 
 pytestmark = pytest.mark.torch
@@ -86,12 +87,13 @@ def one_after_the_other(case: Case, plan: AttentionPlan, *, softcap: float = 0.0
     return out_TAD, kv_layer
 
 
-def in_one(case: Case, plan: AttentionPlan, *, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+def in_one(case: Case, plan: AttentionPlan, *, softcap: float = 0.0, early: bool = False) -> tuple[Tensor, Tensor]:
     rows = case.rows
     kv_layer, out_TAD = rows.kv_layer.clone(), torch.full_like(rows.q_TAD, float("nan"))
     rotate_and_attend(
-        case.qkv_TN, case.rotation, kv_layer, rows.block_tables_SB, plan, scale=0.125, softcap=softcap, out_TAD=out_TAD
-    )
+        case.qkv_TN, case.rotation, kv_layer, rows.block_tables_SB, plan, scale=0.125, softcap=softcap, early=early,
+        out_TAD=out_TAD,
+    )  # fmt: skip
     return out_TAD, kv_layer
 
 
@@ -102,8 +104,9 @@ def check(case: Case, *, window: int = 0, num_programs: int = 64, softcap: float
     tolerance = 0.0 if is_exact else TOLERANCE[case.qkv_TN.dtype]
     plan = case.rows.plan(window=window, num_programs=num_programs)
     expected_TAD, expected_cache = one_after_the_other(case, plan, softcap=softcap)
-    for _ in range(2):  # the second launch finds the counters as the first one did
-        actual_TAD, cache = in_one(case, plan, softcap=softcap)
+    # The second launch, which begins early where it can, finds the counters as the first one did.
+    for early in (False, can_begin_early(torch.device(DEVICE))):
+        actual_TAD, cache = in_one(case, plan, softcap=softcap, early=early)
         assert distance(actual_TAD, expected_TAD) <= tolerance
         assert torch.equal(cache.isnan()[:, :, 1:], expected_cache.isnan()[:, :, 1:])
         assert distance(cache[:, :, 1:].nan_to_num(), expected_cache[:, :, 1:].nan_to_num()) <= tolerance
