@@ -7,9 +7,11 @@ import time
 import pytest
 from engine_builders import end, read, request, running, settle, text, tokens
 
+from aserve.core.options import SchedulerOptions
 from aserve.core.request import FinishReason
+from aserve.engine.engine import Engine
 from aserve.errors import ContextLengthExceeded, DeviceLost, Draining, EngineDead, InvalidRequest, Overloaded
-from aserve.testing import ScriptedRunner
+from aserve.testing import ByteTokenizer, ScriptedRunner
 
 
 async def turn(times: int = 20) -> None:
@@ -358,3 +360,23 @@ async def test_two_thousand_requests_with_a_fifth_aborted_in_all_phases() -> Non
 
         assert all(outcomes)
         assert engine.statistics().num_preemptions > 0
+
+
+async def test_a_close_that_is_cancelled_closes_the_device_all_the_same() -> None:
+    """Whoever stops waiting for the engine's tasks to end leaves no device open behind him."""
+    runner = ScriptedRunner()
+    engine = Engine(runner, ByteTokenizer(), SchedulerOptions(max_num_seqs=runner.info.max_num_seqs))
+    await engine.start()
+    closed: list[bool] = []
+
+    async def note() -> None:
+        closed.append(True)
+
+    runner.aclose = note  # type: ignore[method-assign]
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert closed == [True]
