@@ -365,7 +365,8 @@ async def test_two_thousand_requests_with_a_fifth_aborted_in_all_phases() -> Non
 async def test_a_close_that_is_cancelled_closes_the_device_all_the_same() -> None:
     """Whoever stops waiting for the engine's tasks to end leaves no device open behind him."""
     runner = ScriptedRunner()
-    engine = Engine(runner, ByteTokenizer(), SchedulerOptions(max_num_seqs=runner.info.max_num_seqs))
+    options = SchedulerOptions(max_num_seqs=runner.info.max_num_seqs, block_size=runner.info.block_size)
+    engine = Engine(runner, ByteTokenizer(), options)
     await engine.start()
     closed: list[bool] = []
 

@@ -81,9 +81,9 @@ def _take_from_product(
     inside = has_k[:, None] & (dim < D)
     tl.store(k_ptr + place + dim, k.to(k_ptr.dtype.element_ty), mask=inside)
     tl.store(v_ptr + place + dim, v.to(v_ptr.dtype.element_ty), mask=inside)
-    # The barrier alone orders these stores before the block's own later reads, by whichever way they come (through the
+    # The barrier alone orders these stores before this program's own reads, by whichever way they go (through the
     # first-level cache, which a store of the same multiprocessor keeps true, or by asynchronous copies past it); and no
-    # other program of this launch reads them.
+    # other program of this launch reads what they wrote.
     tl.debug_barrier()
     return q.to(row_ptr.dtype.element_ty)
 
@@ -119,7 +119,8 @@ def _attend_item(
         cos, sin = load_turn(turns_ptr, tl.load(positions_ptr + row), D, BLOCK_D)
         cached = tl.load(mapping_ptr + row).to(tl.int64)
         wait_for_former(EARLY)
-        # A row's items end where the next one begins: the last one alone has its newest token, and every row has one.
+        # Of a row's items, which do not overlap, the last one ends with its newest token. A row that is done has one
+        # item without tokens: nobody would read what it wrote.
         q = _take_from_product(
             q_ptr + row * q_stride, kv_head, k_ptr, v_ptr, cached // P * stride_block + cached % P * D,
             (split == num_splits - 1) & (first < end), cos, sin, gain_ptr, eps,
