@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from aserve.core.actions import Action
 from aserve.core.entry import admit
-from aserve.core.ids import Slot, StepNumber
+from aserve.core.ids import BlockId, Slot, StepNumber
 from aserve.core.inflight import InflightStep
 from aserve.core.leaving import preempt, preempt_last
 from aserve.core.plan import MAIN_STREAM, PREFILL_STREAM, BatchPlan, Chunk, Join
-from aserve.core.sequence import Sequence
+from aserve.core.sequence import Sequence, by_order
+from aserve.core.slots import Rows
 from aserve.core.state import State, slot_of
 from aserve.core.transitions import SequenceMove, SequenceState, SlotState
 
@@ -40,40 +41,38 @@ def compose(state: State, streams: Collection[int], now: float, actions: list[Ac
     if state.options.force_preempt_every and step % state.options.force_preempt_every == 0:
         preempt_last(state, now, actions)
     table_writes: list[tuple[int, int, int]] = []
-    slots, picked = _pick(state, streams, now, table_writes, actions)
-    if not len(slots) and not picked:
+    rows, picked = _pick(state, streams, now, table_writes, actions)
+    if not len(rows) and not picked:
         return None
     state.prefill_is_next = not picked
 
-    rows, positions = _take_rows(state, slots, step)
+    decode_rows = _take_rows(state, rows, step)
     joins: list[Join] = []
     chunks = [_take_chunk(state, sequence, count, step, joins, table_writes) for sequence, count in picked]
-    chunk_sequences = [sequence for sequence, _ in picked]
-    rows += [sequence for sequence, chunk in zip(chunk_sequences, chunks, strict=True) if chunk.last]
-    last_slots = [chunk.slot for chunk in chunks if chunk.last]
-    decode_rows = np.empty((len(slots), 2), np.int32)
-    decode_rows[:, 0], decode_rows[:, 1] = slots, positions
-    row_slots = np.concatenate((decode_rows[:, 0], np.array(last_slots, np.int32)))
+    if last := [chunk.slot for chunk in chunks if chunk.last]:
+        rows = state.slots.rows(np.concatenate((rows.slots, last)))
+    positions = state.slots.position[rows.slots]
+    leaves = _take_leaves(state, is_prefill=bool(picked))
     on_host = state.options.sampler == "host"
     plan = BatchPlan(
         step=step,
         stream=_stream_of(state, is_prefill=bool(picked)),
-        leaves=np.array(_take_leaves(state, is_prefill=bool(picked)), np.int32),
+        leaves=np.array(leaves, np.int32) if leaves else _EMPTY,
         joins=tuple(joins),
-        table_writes=np.array(table_writes, np.int32).reshape(-1, 3),
-        token_writes=np.column_stack((decode_rows, state.slots.last_token[slots])) if on_host else _NO_WRITES,
+        table_writes=np.array(table_writes, np.int32) if table_writes else _NO_WRITES,
+        token_writes=_token_writes(state, decode_rows) if on_host else _NO_WRITES,
         rows=decode_rows,
         chunks=tuple(chunks),
-        deferred=np.full(len(rows), on_host, np.bool_),
-        logprobs_k=int(state.slots.logprobs_k[row_slots].max(initial=-1)) if state.slots.num_with_logprobs else -1,
+        deferred=np.full(len(rows), True) if on_host else np.zeros(len(rows), np.bool_),
+        logprobs_k=int(state.slots.logprobs_k[rows.slots].max(initial=-1)) if state.slots.num_with_logprobs else -1,
     )
     state.newest_step = step
     record = InflightStep(
         plan=plan,
-        row_slots=row_slots,
-        row_epochs=state.slots.epoch[row_slots],
         rows=rows,
-        chunks=chunk_sequences,
+        positions=positions,
+        edges=(positions >= state.slots.room[rows.slots]).nonzero()[0].tolist(),
+        chunks=[sequence for sequence, _ in picked],
     )
     if state.options.check_invariants_every:
         blocks = np.array(sorted({block for s in record.sequences() for block in s.blocks}), np.int64)
@@ -81,7 +80,7 @@ def compose(state: State, streams: Collection[int], now: float, actions: list[Ac
     state.inflight.push(record)
     state.counters.num_steps += 1
     state.counters.num_rows += len(rows)
-    state.counters.num_prefill_tokens += plan.num_tokens - len(slots)
+    state.counters.num_prefill_tokens += plan.num_tokens - len(decode_rows)
     return plan
 
 
@@ -103,34 +102,28 @@ def _take_leaves(state: State, *, is_prefill: bool) -> list[Slot]:
 
 def _pick(
     state: State, streams: Collection[int], now: float, table_writes: list[tuple[int, int, int]], actions: list[Action]
-) -> tuple[NDArray[np.intp], list[tuple[Sequence, int]]]:
-    """The next step's slots with decode rows, and prompt tokens: (sequence, count)."""
+) -> tuple[Rows, list[tuple[Sequence, int]]]:
+    """The next step's decode rows, and prompt tokens: (sequence, count)."""
     budget = state.options.max_num_batched_tokens
     if state.options.prefill == "mixed":
-        slots = _pick_rows(state, table_writes, now, actions)
-        return slots, _pick_chunks(state, budget - len(slots), now, actions)
+        rows = _pick_rows(state, table_writes, now, actions)
+        return rows, _pick_chunks(state, budget - len(rows), now, actions)
     for is_prefill in (state.prefill_is_next, not state.prefill_is_next):
         if _stream_of(state, is_prefill=is_prefill) not in streams:
             continue
-        if not is_prefill and len(slots := _pick_rows(state, table_writes, now, actions)):
-            return slots, []
+        if not is_prefill and len(rows := _pick_rows(state, table_writes, now, actions)):
+            return rows, []
         if is_prefill and (picked := _pick_chunks(state, budget, now, actions)):
-            return _NO_SLOTS, picked
-    return _NO_SLOTS, []
+            return state.slots.rows(_NO_SLOTS), picked
+    return state.slots.rows(_NO_SLOTS), []
 
 
-def _pick_rows(
-    state: State, table_writes: list[tuple[int, int, int]], now: float, actions: list[Action]
-) -> NDArray[np.intp]:
-    """Slots with a decode row in this step and a block for it; others sit out for want of one."""
-    book = state.slots
-    slots = state.ready.decode_slots()
-    starved = slots[book.position[slots] >= book.capacity[slots]]
-    if not len(starved):
-        return slots
-    _grow(state, starved, table_writes, now, actions)
-    # Growing may have preempted some of the slots picked before.
-    return slots[book.decoding[slots] & (book.position[slots] < book.capacity[slots])]
+def _pick_rows(state: State, table_writes: list[tuple[int, int, int]], now: float, actions: list[Action]) -> Rows:
+    """Decode rows of this step, each with a block for it; others sit out for want of one."""
+    starved = state.ready.starved()
+    if len(starved):
+        _grow(state, starved, table_writes, now, actions)
+    return state.ready.decode_rows()
 
 
 def _grow(
@@ -141,9 +134,14 @@ def _grow(
     actions: list[Action],
 ) -> None:
     """One more block for each starved slot, in policy order, while there are any."""
+    sequences = sorted(state.slots.owner[starved].tolist(), key=by_order)
+    enough = state.ledger.allocate(len(sequences))
+    if enough is not None:  # as nearly always
+        for sequence, block in zip(sequences, enough, strict=True):
+            _add_block(state, sequence, block, table_writes)
+        return
     num_sat_out = 0
-    owners = [owner for slot in starved.tolist() if (owner := state.slots.owner[slot]) is not None]
-    for sequence in sorted(owners, key=lambda sequence: sequence.order):
+    for sequence in sequences:
         if sequence.state is not SequenceState.DECODING:
             continue  # preempted for one ahead of it
         blocks = state.ledger.allocate(1)
@@ -156,10 +154,15 @@ def _grow(
             blocks = state.ledger.allocate(1)
         if blocks is None:
             num_sat_out += 1
-            continue
-        table_writes.append((slot_of(sequence), len(sequence.blocks), blocks[0]))
-        sequence.blocks += blocks
-        state.slots.capacity[sequence.slot] += state.options.block_size
+        else:
+            _add_block(state, sequence, blocks[0], table_writes)
+
+
+def _add_block(state: State, sequence: Sequence, block: BlockId, table_writes: list[tuple[int, int, int]]) -> None:
+    slot = slot_of(sequence)
+    table_writes.append((slot, len(sequence.blocks), block))
+    sequence.blocks.append(block)
+    state.slots.give_room(slot, len(sequence.blocks) * state.options.block_size)
 
 
 def _num_coming(state: State) -> int:
@@ -183,13 +186,20 @@ def _pick_chunks(state: State, budget: int, now: float, actions: list[Action]) -
     return picked
 
 
-def _take_rows(state: State, slots: NDArray[np.intp], step: StepNumber) -> tuple[list[Sequence], NDArray[np.int32]]:
-    book = state.slots
-    positions = book.position[slots]
-    book.position[slots] += 1
-    book.num_unlanded[slots] += 1
+def _take_rows(state: State, rows: Rows, step: StepNumber) -> NDArray[np.int32]:
+    """As in the plan: int32 [n, 2] of (slot, position)."""
+    book, slots = state.slots, rows.slots
+    taken = np.empty((len(rows), 2), np.int32)
+    taken[:, 0] = slots
+    taken[:, 1] = positions = book.position[slots]
+    book.position[slots] = positions + 1
     book.last_step[slots] = step
-    return [owner for slot in slots.tolist() if (owner := book.owner[slot]) is not None], positions
+    return taken
+
+
+def _token_writes(state: State, decode_rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    slots, positions = decode_rows.T
+    return np.column_stack((decode_rows, state.slots.tokens[slots, positions]))
 
 
 def _take_chunk(
@@ -213,10 +223,10 @@ def _take_chunk(
                 params=params,
                 seed=sequence.spec.seed,
                 stop_ids=params.stop_token_ids,
-                min_length=int(book.min_length[slot]),
+                min_length=sequence.num_prompt + params.min_tokens,
                 max_length=sequence.max_length,
                 num_prompt_tokens=sequence.num_prompt,
-                history=sequence.tokens(0, len(sequence)) if params.needs_history else _EMPTY,
+                history=sequence.history if params.needs_history else _EMPTY,
             )
         )
         table_writes += [(slot, index, block) for index, block in enumerate(sequence.blocks)]
@@ -227,12 +237,11 @@ def _take_chunk(
     if last:
         sequence.move(SequenceMove.PREFILL_LAUNCHED, state.story)
         book.decoding[slot] = state.options.prefill != "streams"
-        book.num_unlanded[slot] = 1
     return Chunk(
         slot=slot,
         start=start,
-        tokens=sequence.tokens(start, end),
+        tokens=sequence.history[start:end],
         last=last,
         prompt_logprobs_k=params.prompt_logprobs if wants_logprobs else None,
-        next_token=-1 if last else int(sequence.tokens(end, end + 1)[0]),
+        next_token=-1 if last else int(sequence.history[end]),
     )

@@ -29,7 +29,7 @@ def admit(state: State, budget: int, now: float, actions: list[Action]) -> None:
     lefts = [state.ready.num_prefill_left(sequence) for sequence in state.ready.prefilling()]
     budget -= sum(left for left in lefts if not state.ready.is_long(left))
     num_long = sum(state.ready.is_long(left) for left in lefts)
-    kept = state.watermark + state.slots.num_starved
+    kept = state.watermark + len(state.slots.starved())
     too_large: list[Sequence] = []
     # A bound on the scan: beyond it nothing could be admitted in this step anyway, but for a queue of waiters.
     for sequence in list(itertools.islice(state.waiting, 4 * state.options.max_num_seqs)):
@@ -38,7 +38,7 @@ def admit(state: State, budget: int, now: float, actions: list[Action]) -> None:
         if waits_for(state.sequences.get(sequence.spec.leader or NO_SEQUENCE), sequence, size):
             continue
         hits = state.sharing.match(sequence)
-        left = len(sequence) - len(hits) * size
+        left = len(sequence.history) - len(hits) * size
         if state.sharing.is_being_written(sequence, len(hits), writers):
             continue
         if state.ready.is_long(left) and num_long >= state.options.max_long_partial_prefills:
@@ -59,7 +59,8 @@ def admit(state: State, budget: int, now: float, actions: list[Action]) -> None:
 
 def _num_blocks_to_start(state: State, sequence: Sequence) -> int:
     """Blocks for all its tokens and the next one, unless that one is never computed."""
-    return _num_blocks(state, max(len(sequence), min(len(sequence) + 1, sequence.max_length)))
+    length = len(sequence.history)
+    return _num_blocks(state, max(length, min(length + 1, sequence.max_length)))
 
 
 def _num_blocks(state: State, num_tokens: int) -> int:
@@ -90,17 +91,17 @@ def _start(state: State, sequence: Sequence, hits: list[PrefixEntry], now: float
     num_cached = len(hits) * state.options.block_size
     sequence.slot = slot
     sequence.blocks = [entry.block for entry in hits] + fresh
-    sequence.goal = len(sequence)
+    sequence.goal = len(sequence.history)
     sequence.num_published = len(hits)
     sequence.prefix_tip = hits[-1].prefix_id if hits else ROOT
     sequence.join_due = True
     sequence.num_passed_over = 0
     sequence.num_admissions += 1
-    state.slots.position[slot] = state.slots.num_computed[slot] = num_cached
-    state.slots.capacity[slot] = len(sequence.blocks) * state.options.block_size
+    state.slots.position[slot] = num_cached
+    state.slots.give_room(slot, len(sequence.blocks) * state.options.block_size)
     state.ready.push(sequence)
     if sequence.num_admissions == 1:
         state.counters.num_prompt_tokens += sequence.num_prompt
-    state.counters.num_prefix_queries += len(sequence)
+    state.counters.num_prefix_queries += sequence.goal
     state.counters.num_prefix_hits += num_cached
     actions.append(StartPrefill(sequence.id, num_cached, sequence.num_admissions > 1, now))

@@ -10,28 +10,31 @@ from numpy.typing import NDArray
 from aserve.core.ids import NO_STEP, StepNumber
 from aserve.core.plan import BatchPlan
 from aserve.core.sequence import Sequence
+from aserve.core.slots import Rows
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InflightStep:
     """What a landing needs of its launch. R sampling rows: the plan's decode rows, then its last chunks.
 
-    row_slots, row_epochs: int [R]. rows: their sequences. chunks: the sequence of each of the plan's chunks.
+    positions: int32 [R], where the tokens go that the rows sample: as many come before. edges: rows that reach
+    ``SlotBook.room``: their token may be the last one allowed, or the first behind a full block. chunks: the sequence
+    of each of the plan's chunks.
     reads: debug builds only, the (blocks, generations) that the step was composed with.
     lost: the launch failed and its sequences have been told; the step only takes its place in the order.
     """
 
     plan: BatchPlan
-    row_slots: NDArray[np.int32]
-    row_epochs: NDArray[np.int64]
-    rows: list[Sequence]
+    rows: Rows
+    positions: NDArray[np.int32]
+    edges: list[int]
     chunks: list[Sequence]
     reads: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     lost: bool = False
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence that the step lists, those with a last chunk once in ``rows`` and once in ``chunks``."""
-        yield from self.rows
+        """Every sequence that the step lists, but for rows whose sequence is over; with a last chunk it comes twice."""
+        yield from self.rows.sequences()
         yield from self.chunks
 
 

@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
-
 from aserve.core.ids import BlockId
 from aserve.core.inflight import InflightStep
 from aserve.core.state import State
@@ -88,35 +86,39 @@ def _check_slots(core: State) -> None:
     counted = (states[SlotState.FREE], states[SlotState.RETIRING], states[SlotState.BOUND])
     kept = (book.num_free, book.num_retiring, len(core.ready))
     _require(counted == kept, f"free, retiring, bound slots: counted {counted}, kept {kept}")
+    num_rows: Counter[int] = Counter()
+    num_computed: dict[int, int] = {}  # of slots in flight: where the oldest step that lists them starts
+    for step in core.inflight:
+        num_rows.update(step.rows.slots[step.rows.owned()].tolist())
+        starts = [*step.plan.rows.tolist(), *((chunk.slot, chunk.start) for chunk in step.plan.chunks)]
+        for slot, start in starts:
+            num_computed[slot] = min(num_computed.get(slot, start), start)
     for sequence in core.ready:
         slot = sequence.slot
         assert slot is not None
         _require(book.owner[slot] is sequence, f"slot {slot} is not owned by sequence {sequence.id}, which claims it")
-        _require(
-            int(book.length[slot]) == len(sequence), f"slot {slot}: length {book.length[slot]}, not {len(sequence)}"
-        )
-        _require(
-            int(book.capacity[slot]) == len(sequence.blocks) * size, f"slot {slot}: capacity is not that of its blocks"
-        )
-        _require(int(book.position[slot]) <= int(book.capacity[slot]), f"slot {slot} was launched beyond its blocks")
-        _require(
-            int(book.num_computed[slot]) <= int(book.position[slot]), f"slot {slot} computed more than was launched"
-        )
-        if sequence.num_published * size > int(book.num_computed[slot]):
+        position, length = int(book.position[slot]), int(book.length[slot])
+        came_with = book.tokens[slot, : sequence.goal].tolist()
+        _require(came_with == sequence.history.tolist(), f"slot {slot} does not hold the tokens that it was bound with")
+        capacity = len(sequence.blocks) * size
+        room = min(capacity, sequence.max_length - 1)
+        _require(int(book.room[slot]) == room, f"slot {slot}: room for {book.room[slot]} tokens, not {room}")
+        _require(position <= capacity, f"slot {slot} was launched beyond its blocks")
+        computed = min(num_computed.get(slot, position), position)
+        if sequence.num_published * size > computed:
             raise InvariantViolated(f"sequence {sequence.id} published blocks that are not computed")
+        _require(sequence.num_published == computed // size, f"sequence {sequence.id} keeps full blocks unpublished")
+        # The token that each row in flight samples comes behind all that are launched.
+        unlanded = position + 1 - length if position >= sequence.goal else 0
+        _require(num_rows[slot] == unlanded, f"slot {slot}: {num_rows[slot]} rows in flight, not {unlanded}")
         readable = [core.ledger.state(block) is BlockState.READONLY for block in sequence.blocks]
         expected = [index < sequence.num_published for index in range(len(readable))]
         _require(
             readable == expected,
             f"sequence {sequence.id}: its readonly blocks are not its {sequence.num_published} published",
         )
-    num_rows: Counter[int] = Counter()
-    for step in core.inflight:
-        alive = book.live[step.row_slots] & (book.epoch[step.row_slots] == step.row_epochs)
-        num_rows.update(step.row_slots[alive].tolist())
-    for row in np.flatnonzero(book.live).tolist():
-        unlanded = int(book.num_unlanded[row])
-        _require(num_rows[row] == unlanded, f"slot {row}: {num_rows[row]} rows in flight, not {unlanded}")
+    stop_ids = Counter(token for sequence in core.ready for token in sequence.spec.params.stop_token_ids)
+    _require(book.stop_ids == stop_ids, "the stop ids are not those of the bound sequences")
 
 
 def _check_streams(core: State) -> None:

@@ -5,6 +5,7 @@ step before it has landed too, on any stream.
 """
 
 from bisect import bisect_left
+from itertools import compress
 
 from aserve.core.actions import Action, DeliverPromptLogprobs, DeliverTokens, Finish
 from aserve.core.ids import StepNumber
@@ -16,7 +17,7 @@ from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
 from aserve.core.state import State
 from aserve.core.transitions import SequenceState
-from aserve.core.verdicts import judge
+from aserve.core.verdicts import judge, may_end
 
 
 def land(state: State, result: BatchResult, now: float, actions: list[Action]) -> None:
@@ -26,8 +27,7 @@ def land(state: State, result: BatchResult, now: float, actions: list[Action]) -
         _deliver_prompt_logprobs(state, step.chunks[index], step.plan.chunks[index], logprobs, actions)
     for sequence, chunk in zip(step.chunks, step.plan.chunks, strict=True):
         if not sequence.is_over:
-            state.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
-            state.sharing.publish(sequence)
+            state.sharing.publish(sequence, chunk.start + len(chunk.tokens))
             if chunk.last and sequence.state is SequenceState.DECODING:
                 state.slots.decoding[chunk.slot] = True
     for end in _accept_tokens(state, step, result, actions):
@@ -55,8 +55,9 @@ def _pop_landed(state: State, number: StepNumber) -> InflightStep:
     step = state.inflight.pop(number)
     if step.reads is not None:
         check_reads(state, step)
-    state.ledger.advance(state.inflight.landed)
-    state.slots.advance(state.inflight.landed)
+    landed = state.inflight.landed
+    state.ledger.advance(landed)
+    state.slots.advance(landed)
     return step
 
 
@@ -69,37 +70,34 @@ def _after_landing(state: State, now: float, actions: list[Action]) -> None:
 
 def _accept_tokens(state: State, step: InflightStep, result: BatchResult, actions: list[Action]) -> list[Finish]:
     """Commit one token a row, skipping rows whose sequence is over. Returns who ended, by the one rule there is."""
-    book, slots, tokens = state.slots, step.row_slots, result.tokens[:, 0]
-    alive = book.live[slots] & (book.epoch[slots] == step.row_epochs)
-    book.num_unlanded[slots[alive]] -= 1
-    decode = alive[: len(step.plan.rows)]
-    book.num_computed[step.plan.rows[decode, 0]] = step.plan.rows[decode, 1] + 1
-    verdicts = judge(book, slots, result, state.vocab_size)
-    state.counters.num_wasted_rows += len(slots) - int(alive.sum())
+    if not len(step.rows):
+        return []
+    book, slots, positions, tokens = state.slots, step.rows.slots, step.positions, result.tokens[:, 0]
+    rows, idents, values = list(range(len(slots))), step.rows.idents.copy(), tokens.tolist()
+    kept = [True] * len(rows) if step.rows.is_fresh else step.rows.owned().tolist()
+    state.counters.num_wasted_rows += kept.count(False)
 
     ends: list[Finish] = []
-    # nonzero, not flatnonzero, whose wrappers cost eight times as much where there are few rows.
-    for row in (alive & verdicts.is_last).nonzero()[0].tolist():
-        sequence = step.rows[row]
-        end = verdicts.finish(row, sequence, int(tokens[row]))
-        ends.append(end)
-        if end.reason is FinishReason.ERROR or not sequence.spec.params.max_tokens:
-            alive[row] = False  # its token does not count
-    accepted = alive.nonzero()[0]
-    if not len(accepted):
+    for row in sorted({*step.edges, *may_end(values, result.flags, book.stop_ids.keys(), state.vocab_size)}):
+        if not kept[row]:
+            continue
+        sequence, position = book.owner[slots[row]], int(positions[row])
+        end = judge(sequence, position, values[row], int(result.flags[row]), state.vocab_size)
+        if end is not None:
+            ends.append(end)
+            kept[row] = end.reason is not FinishReason.ERROR and sequence.spec.params.max_tokens > 0
+        if kept[row]:
+            state.sharing.publish(sequence, position)
+    if not all(kept):
+        rows, idents, values = (list(compress(column, kept)) for column in (rows, idents, values))
+        slots, positions, tokens = slots[kept], positions[kept], tokens[kept]
+    if not rows:
         return ends
-    slots, tokens = slots[accepted], tokens[accepted]
-    book.length[slots] += 1
-    book.last_token[slots] = tokens
-    # Lists, since a numpy scalar costs more to look at than all else that most rows need.
-    rows, values = accepted.tolist(), tokens.tolist()
-    for row, token in zip(rows, values, strict=True):
-        step.rows[row].output.append(token)
-    for row in accepted[book.num_computed[slots] % state.options.block_size == 0].tolist():
-        state.sharing.publish(step.rows[row])
+    book.length[slots] = positions + 1
+    book.tokens[slots, positions] = tokens
     state.counters.num_generated_tokens += len(rows)
     num_decoded = bisect_left(rows, len(step.plan.rows))
-    actions.append(DeliverTokens(result.step, book.ident[slots].tolist(), values, rows, num_decoded, result.logprobs))
+    actions.append(DeliverTokens(result.step, idents, values, rows, num_decoded, result.logprobs))
     return ends
 
 

@@ -38,6 +38,7 @@ def _requeue(state: State, sequence: Sequence, now: float, actions: list[Action]
     them meanwhile. So a parked sequence keeps what nobody misses, and ``max_num_seqs`` readers that never read
     cannot stop the others.
     """
+    sequence.history = state.slots.history(slot_of(sequence))
     _vacate(state, sequence)
     if sequence.is_stalled:
         park(state, sequence)

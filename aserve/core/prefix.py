@@ -14,9 +14,12 @@ ROOT = 0
 """The prefix id of the empty prefix."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """One hashed block. ``prefix_id`` names the whole prefix up to and with it, and is never used twice."""
+    """One hashed block. ``prefix_id`` names the whole prefix up to and with it, and is never used twice.
+
+    Never changed, but not frozen: making one would cost three times as much.
+    """
 
     key: int
     prefix_id: int
@@ -128,6 +131,8 @@ class EvictionOrder:
         return next(iter(self._evictable))
 
     def advance(self, landed: StepNumber) -> None:
+        if not self._fenced:
+            return
         for block in [block for block, fence in self._fenced.items() if fence <= landed]:
             del self._fenced[block]
             self._evictable[block] = None

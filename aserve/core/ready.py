@@ -7,24 +7,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aserve.core.options import SchedulerOptions
-from aserve.core.sequence import Sequence
-from aserve.core.slots import SlotBook
+from aserve.core.sequence import Sequence, by_order
+from aserve.core.slots import Rows, SlotBook
 from aserve.core.transitions import SequenceState
 
 _PREEMPTIBLE = (SequenceState.PREFILLING, SequenceState.DECODING)
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
-
-
 class ReadyQueue:
     """In policy order. Picks candidates; what becomes of them is the scheduler's to write."""
 
-    def __init__(self, slots: SlotBook, options: SchedulerOptions, rows_ahead: int) -> None:
+    def __init__(self, slots: SlotBook, options: SchedulerOptions) -> None:
         self._slots = slots
         self._options = options
-        self._rows_ahead = rows_ahead
+        self._needs_token = options.sampler == "host"  # before the next row: one of a sequence in flight at a time
+        self._decode_rows = slots.rows(np.empty(0, np.intp))
+        self._decode_mask = b""
         self._sequences: list[Sequence] = []
         self._newcomers: list[Sequence] = []  # pushed, and not seen to have gone on from prefilling since
 
@@ -35,19 +33,31 @@ class ReadyQueue:
         return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=_order)
+        insort(self._sequences, sequence, key=by_order)
         self._newcomers.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        index = bisect_left(self._sequences, sequence.order, key=_order)
+        index = bisect_left(self._sequences, sequence.order, key=by_order)
         assert self._sequences[index] is sequence
         del self._sequences[index]
 
-    def decode_slots(self) -> NDArray[np.intp]:
-        """Slots that may have a decode row now: fewer rows unlanded than allowed ahead, and not at a length end."""
+    def decode_rows(self) -> Rows:
+        """Of all who may have a decode row now: the very same as last time while they are the same ones."""
         book = self._slots
-        eligible = book.decoding & (book.num_unlanded < self._rows_ahead) & (book.position < book.end_position)
-        return eligible.nonzero()[0]
+        mask = book.decoding & (book.position < book.room)
+        if self._needs_token:
+            mask &= book.position < book.length
+        content = mask.tobytes()
+        if content != self._decode_mask or not self._decode_rows.is_fresh:
+            self._decode_mask = content
+            self._decode_rows = book.rows(mask.nonzero()[0])
+        return self._decode_rows
+
+    def starved(self) -> NDArray[np.intp]:
+        """Slots that could have a decode row now, had they a block for it."""
+        book = self._slots
+        slots = book.starved()
+        return slots[book.position[slots] < book.length[slots]] if self._needs_token else slots
 
     def num_prefill_left(self, sequence: Sequence) -> int:
         return sequence.goal - int(self._slots.position[sequence.slot])

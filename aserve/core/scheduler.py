@@ -97,7 +97,8 @@ class Scheduler(State):
     def _on_stop_matched(self, event: events.StopMatched, now: float, actions: list[Action]) -> None:
         sequence = self.sequences.get(event.sequence)
         if sequence is not None and not sequence.is_over:
-            self.counters.num_wasted_rows += len(sequence.output) - 1 - event.token_index
+            num_output = self.length_of(sequence) - sequence.num_prompt
+            self.counters.num_wasted_rows += num_output - 1 - event.token_index
             finish(self, sequence, FinishReason.STOP, actions)
 
     def _on_reader_stalled(self, event: events.ReaderStalled, now: float, actions: list[Action]) -> None:

@@ -1,6 +1,8 @@
 """A sequence while the scheduler knows it."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,9 @@ class Sequence:
     """An identity, written by the scheduler only.
 
     order: the place in policy order, smaller first; kept over preemption. chain: digests of its full blocks.
-    goal: tokens that its present prefill has to cover. num_published: its leading blocks that are readonly.
+    history: int32, prompt and output as of when it last got or gave back a slot; what comes between is in
+    ``SlotBook.tokens``. goal: tokens that its present prefill has to cover, all of ``history``. num_published: its
+    leading blocks that are readonly.
     prefix_tip: prefix id of the last published block, None once its chain left the table (key taken by other content).
     last_step: its newest launched step, right once it has given back its slot; before that ``SlotBook.last_step`` is.
     num_passed_over: steps in which a later one went before it. is_stalled: its reader does not read.
@@ -27,8 +31,8 @@ class Sequence:
     chain: DigestChain
     salt: str
     shares_prefix: bool
+    history: NDArray[np.int32] = field(init=False)
     state: SequenceState = SequenceState.WAITING
-    output: list[int] = field(default_factory=list)
     slot: Slot | None = None
     blocks: list[BlockId] = field(default_factory=list)
     goal: int = 0
@@ -43,6 +47,9 @@ class Sequence:
     num_prompt_logprobs: int = 0
     num_uncached_at_door: int = 0
 
+    def __post_init__(self) -> None:
+        self.history = self.spec.prompt
+
     @property
     def id(self) -> SequenceId:
         return self.spec.id
@@ -50,9 +57,6 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.spec.prompt)
-
-    def __len__(self) -> int:
-        return len(self.spec.prompt) + len(self.output)
 
     @property
     def is_over(self) -> bool:
@@ -62,13 +66,9 @@ class Sequence:
     def max_length(self) -> int:
         return len(self.spec.prompt) + self.spec.params.max_tokens
 
-    def tokens(self, start: int, end: int) -> NDArray[np.int32]:
-        """Tokens [start, end) of prompt and output together."""
-        prompt = self.spec.prompt
-        if end <= len(prompt):
-            return prompt[start:end]
-        tail = np.array(self.output[max(0, start - len(prompt)) : end - len(prompt)], np.int32)
-        return np.concatenate((prompt[start:], tail)) if start < len(prompt) else tail
-
     def move(self, step: SequenceMove, story: Story) -> None:
         self.state = move(SEQUENCE, "sequence", self.id, self.state, step, story)
+
+
+by_order: Final = attrgetter("order")
+"""The key of every queue in policy order."""

@@ -33,12 +33,10 @@ class State:
         self.story = Story()
         self.prefix = PrefixTable(options.hash_bits)
         self.ledger = BlockLedger(num_blocks, self.prefix, self.story)
-        self.slots = SlotBook(options.max_num_seqs, self.story)
+        self.slots = SlotBook(options.max_num_seqs, max_model_len, self.story)
         self.waiting = WaitingQueue()
-        # Where the host samples, the next row needs the token first: one row of a sequence in flight at a time.
-        rows_ahead = 1 if options.sampler == "host" else options.max_inflight
         self.streams = (MAIN_STREAM, PREFILL_STREAM) if options.prefill == "streams" else (MAIN_STREAM,)
-        self.ready = ReadyQueue(self.slots, options, rows_ahead)
+        self.ready = ReadyQueue(self.slots, options)
         self.sharing = PrefixSharing(self.ledger, self.slots, options.block_size)
         self.inflight = Inflight(options.max_inflight)
         self.done = DoneQueue()
@@ -58,6 +56,10 @@ class State:
     @property
     def is_idle(self) -> bool:
         return not (len(self.waiting) or len(self.ready) or len(self.inflight) or self.parked)
+
+    def length_of(self, sequence: Sequence) -> int:
+        """Its tokens so far, prompt included."""
+        return len(sequence.history) if sequence.slot is None else int(self.slots.length[sequence.slot])
 
     def limits(self, max_queue_requests: int = 0, max_queue_tokens: int = 0) -> Limits:
         pool_tokens = self.ledger.num_blocks * self.options.block_size

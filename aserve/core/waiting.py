@@ -4,13 +4,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
-from aserve.core.sequence import Sequence
+from aserve.core.sequence import Sequence, by_order
 
 _DEPARTURES = 64
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
 
 
 class WaitingQueue:
@@ -31,12 +27,12 @@ class WaitingQueue:
         return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=_order)
+        insort(self._sequences, sequence, key=by_order)
         self.num_tokens += sequence.num_uncached_at_door
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that ended while it waited."""
-        index = bisect_left(self._sequences, sequence.order, key=_order)
+        index = bisect_left(self._sequences, sequence.order, key=by_order)
         assert self._sequences[index] is sequence
         del self._sequences[index]
         self.num_tokens -= sequence.num_uncached_at_door

@@ -297,7 +297,7 @@ class World:
         """The sequences of a plan still in flight, rows first."""
         assert plan is not None, "nothing was launched"
         record = self.scheduler.inflight.get(plan.step)
-        return [s.id for s in record.rows[: len(plan.rows)]] + [s.id for s in record.chunks]
+        return record.rows.idents[: len(plan.rows)] + [s.id for s in record.chunks]
 
     # --- inside
 

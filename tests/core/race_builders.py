@@ -133,7 +133,8 @@ class Race:
         scheduler = self.world.scheduler
         check(scheduler)
         for step in scheduler.inflight:
-            forgotten = [sequence.id for sequence in step.sequences() if sequence.id not in scheduler.sequences]
+            listed = [*step.rows.idents, *(sequence.id for sequence in step.chunks)]
+            forgotten = [ident for ident in listed if ident not in scheduler.sequences]
             assert forgotten == [], f"step {step.plan.step} lists {forgotten}, which are forgotten"
         for name, ident in self.names.items():
             told, reason = self.world.told[ident], self.reasons.get(name)

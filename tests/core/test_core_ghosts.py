@@ -37,8 +37,7 @@ def hash_at_launch(monkeypatch):
 
     def take_and_publish(state, sequence, *args):
         chunk = take_chunk(state, sequence, *args)
-        state.slots.num_computed[chunk.slot] = chunk.start + len(chunk.tokens)
-        state.sharing.publish(sequence)
+        state.sharing.publish(sequence, chunk.start + len(chunk.tokens))
         return chunk
 
     monkeypatch.setattr(composing, "_take_chunk", take_and_publish)

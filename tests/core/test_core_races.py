@@ -133,14 +133,14 @@ def free_slots_at_once(monkeypatch):
     monkeypatch.setattr(SlotBook, "retire", retire_at_once)
 
 
-def keep_count_of_unlanded_rows(monkeypatch):
-    """Who takes a slot takes its count of rows in flight, too."""
+def keep_the_length(monkeypatch):
+    """Who takes a slot takes its length, too."""
     bind = SlotBook.bind
 
     def bind_without_reset(book, sequence):
-        before = book.num_unlanded.copy()
+        before = book.length.copy()
         slot = bind(book, sequence)
-        book.num_unlanded[slot] = before[slot]
+        book.length[slot] = before[slot] or book.length[slot]
         return slot
 
     monkeypatch.setattr(SlotBook, "bind", bind_without_reset)
@@ -177,8 +177,7 @@ def publish_a_token_early(monkeypatch):
     vacate = leaving._vacate
 
     def publish_and_vacate(state, sequence):
-        state.slots.num_computed[sequence.slot] = len(sequence)
-        state.sharing.publish(sequence)
+        state.sharing.publish(sequence, state.length_of(sequence))
         vacate(state, sequence)
 
     monkeypatch.setattr(leaving, "_vacate", publish_and_vacate)
@@ -189,8 +188,7 @@ def hash_before_the_landing(monkeypatch):
     mark = leaving.mark
 
     def publish_and_mark(state, sequence, *args):
-        state.slots.num_computed[sequence.slot] = state.slots.position[sequence.slot]
-        state.sharing.publish(sequence)
+        state.sharing.publish(sequence, int(state.slots.position[sequence.slot]))
         mark(state, sequence, *args)
 
     monkeypatch.setattr(leaving, "mark", publish_and_mark)
@@ -267,7 +265,7 @@ PLANTED = {
     "a block without a fence": (free_blocks_at_once, "slots", 3, r"^C got \["),
     "a fence that knows one stream": (forget_the_other_stream, "streams", 3, r"^C got \["),
     "a slot reused before its fence": (free_slots_at_once, "streams", 4, r"^C got \["),
-    "unlanded rows not reset": (keep_count_of_unlanded_rows, "slots", 1, "0 rows in flight, not 1"),
+    "a length not reset": (keep_the_length, "slots", 2, "1 rows in flight, not"),
     "an abort forgotten": (forget_an_abort, "slots", 4, "got a token after its end"),
     "a stop string forgotten": (forget_a_stop_string, "slots", 4, "^A ended in length, not stop"),
     "a victim's next row": (launch_a_victims_next_row, "slots", 4, "which is preempting"),

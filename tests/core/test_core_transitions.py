@@ -160,7 +160,7 @@ def test_the_ledger_refuses_what_its_table_lacks(call, state):
 
 def test_a_slot_is_not_retired_twice():
     """A free slot cannot retire, and the attempt changes nothing."""
-    book = SlotBook(2, Story())
+    book = SlotBook(2, 16, Story())
 
     with pytest.raises(IllegalTransition):
         book.retire(0, StepNumber(0))
