@@ -33,7 +33,8 @@ NAMES: Final = frozenset({
     "loop.wake", "loop.launch", "lander.await", "lander.commit", "deliver.decode", "deliver.push",
     "stream.push", "stream.next", "stream.close",
     # the device
-    "runner.load", "runner.launch", "runner.forward", "runner.sample", "runner.land", "runner.close",
+    "runner.load", "runner.launch", "runner.launch_rest", "runner.forward", "runner.sample", "runner.land",
+    "runner.close",
     # text
     "tokenizer.encode", "tokenizer.decode", "template.render",
     # the server

@@ -38,8 +38,13 @@ class StepDevice(Protocol):
         """Zeroed host memory, which the device reads and writes in place and copies from without a detour."""
         ...
 
-    def capture(self, run: Callable[[], None]) -> Replay:
-        """What launches ``run``'s kernels again, as one. They have run before; ``run`` is called once more."""
+    def capture(self, run: Callable[[], None]) -> tuple[Replay, ...]:
+        """What launches ``run``'s kernels again: one call for each part that ``run`` cut itself into, in this order.
+        They have run before; ``run`` is called once more."""
+        ...
+
+    def cut(self) -> None:
+        """Called from within what is captured: what follows is a part of its own. Elsewhere it does nothing."""
         ...
 
     def forget(self) -> None:
@@ -75,6 +80,7 @@ class CudaDevice:
         self.side: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._capturing: list[torch.cuda.CUDAGraph] = []
 
     def scope(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -82,15 +88,27 @@ class CudaDevice:
     def pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
-    def capture(self, run: Callable[[], None]) -> Replay:
+    def capture(self, run: Callable[[], None]) -> tuple[Replay, ...]:
+        self._begin_graph()
+        try:
+            try:
+                run()
+            finally:
+                self._capturing[-1].capture_end()
+            return tuple(graph.replay for graph in self._capturing)
+        finally:
+            self._capturing = []
+
+    def cut(self) -> None:
+        if self._capturing:
+            self._capturing[-1].capture_end()
+            self._begin_graph()
+
+    def _begin_graph(self) -> None:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(), which collects garbage and empties caches each time: 50 ms where a capture takes 10.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
-        return graph.replay
+        self._capturing.append(graph)
 
     def forget(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()  # torch refuses one whose graphs have all gone

@@ -9,7 +9,7 @@ Shape suffixes: S sequences of the step, T tokens, R rows whose logits are wante
 D head_dim, C hidden size, I intermediate size, J = 2 I, N columns of the QKV product, V vocabulary, P positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,9 @@ from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms
 from aserve.model.kernels.rope_kv import Rotation, rope_table, rotate_and_cache
 from aserve.model.rope import inverse_frequencies
 
+LAYERS_A_LAUNCH = 16
+"""Of the long form, some ten nodes each: a graph of 32 layers takes the launching thread half a millisecond."""
+
 _REFERENCE_BLOCK_HEADS = 2
 """Reference mode computes norms of heads in one form, whatever the number of tokens."""
 
@@ -38,7 +41,8 @@ class ForwardTensors:
 
     last_rows_S: a sequence's last token, whose logits are wanted. plans: for each window of the model's layers (0 for
     none) who computes what. has_chunks: whether the plans may hold sequences with more than one token.
-    side: the stream on which decode rows attend beside chunks.
+    side: the stream on which decode rows attend beside chunks. cut: called where a long step may be launched in two
+    goes, between layers.
     """
 
     token_ids_T: Tensor
@@ -49,6 +53,7 @@ class ForwardTensors:
     plans: Mapping[int, AttentionPlan]
     has_chunks: bool
     side: torch.cuda.Stream | None = None
+    cut: Callable[[], None] | None = None
 
 
 class HeadShape(Protocol):
@@ -322,6 +327,8 @@ class CudaDecoder:
             layer.down(product_TI, out_TN=delta_TC)
             if index + 1 < len(layers):
                 add_rms_norm(residual_TC, delta_TC, layers[index + 1].input_gain_C, eps, out_TC=normed_TC)
+                if step.cut is not None and (index + 1) % LAYERS_A_LAUNCH == 0:
+                    step.cut()
         self.logits_of(step.last_rows_S, memory, logits_RV=logits_SV)
 
     def _forward_few_rows(

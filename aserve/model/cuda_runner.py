@@ -1,4 +1,5 @@
 """The CUDA device: plans in, flights out. A launch writes one array of words, copies it, replays one graph: no more.
+Of a long step the graph comes in parts, and the loop gets its turn between them.
 
 Shape suffixes: S sequences of a step (decode rows, then chunks), R rows that sample, N steps of the ring,
 P prompt positions with log-probabilities, V vocabulary, K alternatives.
@@ -6,7 +7,7 @@ P prompt positions with log-probabilities, V vocabulary, K alternatives.
 
 import asyncio
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from aserve import faults
 from aserve.core.ids import StepNumber
 from aserve.core.plan import BatchPlan, BatchResult, Logprobs
 from aserve.device.event import DeviceEvent, Flight, Watcher, WatcherName, make_watcher
-from aserve.device.graphs import StepDevice
+from aserve.device.graphs import Replay, StepDevice
 from aserve.engine.ports import RunnerInfo
 from aserve.errors import DeviceLost
 from aserve.model.cuda_steps import MAX_ADDITIONS, CudaSteps
@@ -105,6 +106,24 @@ class _Launched:
     sampling: NDArray[np.intp]
     prompts: tuple[tuple[int, int, int, int], ...]
     deferred: _Deferred | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """What a launch still has to enqueue: the step's further parts, and what comes behind the step."""
+
+    replays: tuple[Replay, ...]
+    behind: Callable[[], None]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the loop gets a turn before it."""
+        return bool(self.replays)
+
+    def run(self) -> None:
+        for replay in self.replays:
+            replay()
+        self.behind()
 
 
 class _WholeStream:
@@ -205,6 +224,7 @@ class CudaRunner:
         self._start_seconds = dict(start_seconds or {})
         self._newest_landing_s = 0.0
         self._num_enqueued = 0
+        self._rest: Callable[[], None] | None = None  # of the newest launch
         self._num_launches = 0
         self._launch_s = 0.0
         self._launch_max_s = 0.0
@@ -226,34 +246,71 @@ class CudaRunner:
     @property
     def num_out(self) -> int:
         """Steps on the stream that have not landed."""
-        return len(self._watcher) if self._watcher is not None else 0
+        num_watched = len(self._watcher) if self._watcher is not None else 0
+        return num_watched + (self._rest is not None)
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
         """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued.
 
-        is_beside: another stream is at work, which makes a step longer.
+        A long step is enqueued in parts, with a turn for the loop after the first; what keeps the others from being
+        enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
         """
+        self._launch_rest()
         started_s = time.perf_counter()
         faults.hit("runner.launch")
         watcher = self._watcher_of_loop()
         flight = CudaFlight(plan.step)
         try:
             with self._device.scope():
-                launched = self._enqueue(plan, flight, started_s)
-                event = self._device.record(blocking=watcher.wants_blocking_events)
+                launched, rest = self._enqueue(plan, flight, started_s)
+                if not rest.is_apart:
+                    rest.run()
+                    event = self._device.record(blocking=watcher.wants_blocking_events)
         except Exception as error:
             self._counters.num_failed += 1
             raise self._device.explain(error) from error
         self._num_enqueued = launched.number
-        self._staging.fence(event)
-        key = self._key(plan, is_beside)
-        watcher.watch(event, partial(self._land, launched), partial(self._fail, flight), key=key)
-        seconds = time.perf_counter() - started_s
         self._num_launches += 1
+        key = self._key(plan, is_beside)
+        if rest.is_apart:
+            self._rest = partial(self._finish_launch, launched, rest, watcher, key)
+            watcher.loop.call_soon(self._launch_rest)
+        else:
+            self._watch(event, launched, watcher, key)
+        self._count_launch_time(started_s)
+        return flight
+
+    def _launch_rest(self) -> None:
+        """What the newest launch has left for later, if it has not been enqueued yet."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
+
+    @torch.inference_mode()
+    def _finish_launch(self, launched: _Launched, rest: "_Rest", watcher: Watcher, key: Hashable) -> None:
+        if watcher.loop.is_closed():
+            return  # nobody waits for the step, whose slots are given up
+        started_s = time.perf_counter()
+        try:
+            faults.hit("runner.launch_rest")
+            with self._device.scope():
+                rest.run()
+                event = self._device.record(blocking=watcher.wants_blocking_events)
+        except Exception as error:
+            self._fail(launched.flight, self._device.explain(error))
+            return
+        self._watch(event, launched, watcher, key)
+        self._count_launch_time(started_s)
+
+    def _watch(self, event: DeviceEvent, launched: _Launched, watcher: Watcher, key: Hashable) -> None:
+        self._staging.fence(event)
+        watcher.watch(event, partial(self._land, launched), partial(self._fail, launched.flight), key=key)
+
+    def _count_launch_time(self, started_s: float) -> None:
+        seconds = time.perf_counter() - started_s
         self._launch_s += seconds
         self._launch_max_s = max(self._launch_max_s, seconds)
-        return flight
 
     def statistics(self) -> dict[str, float]:
         """Totals since the start. A step's time runs from its launch, or the landing before it, to its landing."""
@@ -274,6 +331,7 @@ class CudaRunner:
         Each part is closed even if another's closing fails or is cancelled.
         """
         faults.hit("runner.close")
+        self._launch_rest()
         self._is_closed = True
         async with AsyncExitStack() as stack:  # the last one first
             if self._host_sampler is not None:  # which has what the device left for it
@@ -298,7 +356,8 @@ class CudaRunner:
     def _key(self, plan: BatchPlan, is_beside: bool) -> Hashable:
         return (*self._steps.size_of(plan), is_beside) if plan.num_tokens else None
 
-    def _enqueue(self, plan: BatchPlan, flight: CudaFlight, started_s: float) -> _Launched:
+    def _enqueue(self, plan: BatchPlan, flight: CudaFlight, started_s: float) -> "tuple[_Launched, _Rest]":
+        """The first part of the step, or all that a plan without tokens asks for."""
         steps = self._steps
         faults.hit("runner.forward")
         differences = Differences.of(plan, self._info.vocab_size, MAX_ADDITIONS)
@@ -310,7 +369,7 @@ class CudaRunner:
             differences = _NO_DIFFERENCES
         if not plan.num_tokens:
             self._apply_in_parts(differences)
-            return _Launched(
+            launched = _Launched(
                 plan=plan,
                 flight=flight,
                 launched_s=started_s,
@@ -319,6 +378,7 @@ class CudaRunner:
                 prompts=(),
                 deferred=None,
             )
+            return launched, _Rest((), lambda: None)
 
         step = steps.step(steps.size_of(plan))
         words = self._staging.take()
@@ -327,20 +387,10 @@ class CudaRunner:
         end = differences.write(words, step.layout.end)
         end, prompts, pieces = self._write_prompt_rows(words, end, plan)
         self._staging.send(steps.words, end)
-        step.replay()
-
-        index = number % steps.limits.ring_steps
-        num_sequences = len(plan.rows) + len(plan.chunks)
-        if deferred is not None:
-            self._copy_logits(deferred, sampling[deferred.rows])
-        if plan.logprobs_k >= 0:
-            self._logprobs.compute(index, 0, steps.logits_SV[:num_sequences], steps.tokens_S[:num_sequences])
-        for first, rows, targets, num_rows in pieces:
-            logits_PV = steps.logits_SV[:num_rows]
-            steps.decoder.logits_of(steps.words[rows : rows + num_rows], steps.activations, logits_RV=logits_PV)
-            self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
+        replay, *replays = step.replays
+        replay()
         self._counters.num_tokens_computed += plan.num_tokens
-        return _Launched(
+        launched = _Launched(
             plan=plan,
             flight=flight,
             launched_s=started_s,
@@ -349,6 +399,21 @@ class CudaRunner:
             prompts=prompts,
             deferred=deferred,
         )
+        return launched, _Rest(tuple(replays), partial(self._read_logits, launched, pieces))
+
+    def _read_logits(self, launched: _Launched, pieces: Sequence[tuple[int, int, int, int]]) -> None:
+        """What is wanted of a step's logits beside tokens, behind it on the stream."""
+        plan, deferred, steps = launched.plan, launched.deferred, self._steps
+        index = launched.number % steps.limits.ring_steps
+        num_sequences = len(plan.rows) + len(plan.chunks)
+        if deferred is not None:
+            self._copy_logits(deferred, launched.sampling[deferred.rows])
+        if plan.logprobs_k >= 0:
+            self._logprobs.compute(index, 0, steps.logits_SV[:num_sequences], steps.tokens_S[:num_sequences])
+        for first, rows, targets, num_rows in pieces:
+            logits_PV = steps.logits_SV[:num_rows]
+            steps.decoder.logits_of(steps.words[rows : rows + num_rows], steps.activations, logits_RV=logits_PV)
+            self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
 
     def _apply_in_parts(self, differences: Differences) -> None:
         """Change the slot table ahead of a step, or without one."""

@@ -47,10 +47,15 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One size of step. replay: launches it on the words that are on the device."""
+    """One size of step. replays: launch it on the words that are on the device, part by part."""
 
     layout: StepLayout
-    replay: Replay
+    replays: tuple[Replay, ...]
+
+    def replay(self) -> None:
+        """The whole of it."""
+        for replay in self.replays:
+            replay()
 
 
 class CudaSteps:
@@ -111,7 +116,7 @@ class CudaSteps:
         self._token_sizes = token_buckets(num_tokens)
         self._sequence_sizes = [*(size for size in _FEW_SEQUENCES if size < limits.max_num_seqs), limits.max_num_seqs]
         self._steps: dict[tuple[int, int, bool], Step] = {}
-        self._apply: Replay = self.apply
+        self._apply: tuple[Replay, ...] = (self.apply,)
 
     def _ints(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=self.device.device)
@@ -146,7 +151,7 @@ class CudaSteps:
     def use(self, kv: KVTensors | None) -> None:
         """Compute over this cache from now on. Graphs made before go: they hold the old one's addresses."""
         self._steps.clear()
-        self._apply = self.apply
+        self._apply = (self.apply,)
         self.device.forget()
         self._kv_layers = kv.layers if kv is not None else ()
 
@@ -158,7 +163,7 @@ class CudaSteps:
         """Make the graph of a size that has been run."""
         num_sequences, num_tokens, has_chunks = size
         layout = StepLayout.of(num_sequences, num_tokens, has_chunks=has_chunks)
-        self._steps[size] = Step(layout=layout, replay=self.device.capture(self._body(size)))
+        self._steps[size] = Step(layout=layout, replays=self.device.capture(self._body(size)))
 
     def capture_all(self) -> None:
         """Make all graphs."""
@@ -171,7 +176,8 @@ class CudaSteps:
 
     def apply_words(self) -> None:
         """Launch the change of the slot table alone."""
-        self._apply()
+        for replay in self._apply:
+            replay()
 
     def apply(self) -> None:
         apply_differences(self.words, self.table)
@@ -205,6 +211,7 @@ class CudaSteps:
             plans=plans,
             has_chunks=has_chunks and not reference,
             side=self.device.side,
+            cut=self.device.cut,
         )
         logits_SV = self.logits_SV[:num_sequences]
 

@@ -76,16 +76,29 @@ LAUNCH_MS_AIM: Final = 0.5
 
 
 class TimedRunner(KeptRunner):
-    """Notes how long each launch held the loop, and of which steps: with prompts or of rows alone."""
+    """Notes how long each launch held the loop, and of which steps: with prompts or of rows alone. A launch in parts,
+    with a turn of the loop between them, counts as so many."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.launches_s: list[tuple[float, bool]] = []
+        self._has_prompts = False
+        self._cuda: Any = runner
+        if hasattr(runner, "_launch_rest"):  # a CudaRunner, whose module would load torch before its time
+            self._launch_rest, self._cuda._launch_rest = runner._launch_rest, self._timed_rest
+
+    def _timed_rest(self) -> None:
+        has_rest = self._cuda._rest is not None
+        started_s = time.perf_counter()
+        self._launch_rest()
+        if has_rest:
+            self.launches_s.append((time.perf_counter() - started_s, self._has_prompts))
 
     def launch(self, plan: BatchPlan) -> Flight:
         started_s = time.perf_counter()
         flight = super().launch(plan)
-        self.launches_s.append((time.perf_counter() - started_s, bool(plan.chunks)))
+        self._has_prompts = bool(plan.chunks)
+        self.launches_s.append((time.perf_counter() - started_s, self._has_prompts))
         return flight
 
 

@@ -41,7 +41,10 @@ class PassedEvent:
 
 
 class EagerDevice:
-    """A StepDevice without streams and graphs: kernels run when they are launched, a replay launches them again."""
+    """A StepDevice without streams and graphs: kernels run when they are launched, a replay launches them again.
+
+    num_cuts: of every step, into as many parts that do nothing before the one in which all is computed.
+    """
 
     device = torch.device("cpu")
     side = None
@@ -53,8 +56,13 @@ class EagerDevice:
     def pinned(self, *size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run
+    def __init__(self, num_cuts: int = 0) -> None:
+        self._num_cuts = num_cuts
+
+    def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], ...]:
+        return (*[lambda: None] * self._num_cuts, run)
+
+    def cut(self) -> None: ...
 
     def forget(self) -> None: ...
 
@@ -87,12 +95,14 @@ def make_runner(
     samples_on_host: bool = False,
     has_short_form: bool | None = None,
     attention: AttentionBackend | None = None,
+    is_cut: bool = False,
 ) -> CudaRunner:
     """All of the cache that no sequence has written is NaN.
 
-    has_short_form: whether few rows take the decoder's short form; by the type, unless given.
+    has_short_form: whether few rows take the decoder's short form; by the type, unless given. is_cut: whether steps
+    come in parts (on a GPU, those of more layers than ``LAYERS_A_LAUNCH`` do).
     """
-    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice()
+    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice(int(is_cut))
     runner = _make(
         folder,
         [device],

@@ -1,0 +1,124 @@
+"""Steps that are launched in parts, with turns of the loop between them: on a GPU, or in Triton's interpreter."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+from cuda_builders import PlanHost, make_runner, tokens_of
+from families import hf_model, prompt, save
+from kernel_builders import DEVICE
+
+from aserve import faults
+from aserve.errors import DeviceLost
+from aserve.model import cuda_decoder
+
+pytestmark = [
+    pytest.mark.torch,
+    # The interpreter, which is NumPy, computes both sides of a choice.
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"),
+]
+
+A = prompt(13, seed=3)
+NUM_LAYERS = 3 if DEVICE == "cuda" else 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    model = hf_model("llama", num_hidden_layers=NUM_LAYERS, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    yield save(model, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PlanHost]:
+    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
+    runner = make_runner(folder, is_cut=True)
+    yield PlanHost(runner)
+    await runner.aclose()
+
+
+def test_a_long_step_has_parts(host: PlanHost) -> None:
+    """One more than its cuts."""
+    steps = host.runner._steps
+
+    size = next(size for size in steps.sizes() if size[2])
+
+    assert len(steps.step(size).replays) == (NUM_LAYERS if DEVICE == "cuda" else 2)
+
+
+async def test_tokens_are_those_of_steps_in_one_part(host: PlanHost, folder: Path) -> None:
+    """Launched far ahead, where the next launch comes before the loop's turn, and each by itself."""
+    whole = PlanHost(make_runner(folder))
+    expected = await whole.generate(0, A, 6)
+    await whole.runner.aclose()
+    ahead = await host.generate(1, A, 6, chunk=4)
+    alone = tokens_of(await host.prefill(2, A)[-1])
+    for step in range(5):
+        alone += tokens_of(await host.launch(rows=[(2, len(A) + step)]))
+
+    assert ahead == alone == expected
+
+
+async def test_the_loop_gets_its_turn_before_the_rest(host: PlanHost) -> None:
+    """The rest is enqueued at the next turn; until then nothing is watched, and the step counts as out."""
+    runner = host.runner
+    (flight,) = host.prefill(0, A)
+    watched_at_once = len(runner._watcher or ())
+    out_at_once = runner.num_out
+    await asyncio.sleep(0)
+
+    assert (watched_at_once, out_at_once) == (0, 1)
+    assert len(tokens_of(await flight)) == 1
+    assert runner.num_out == 0
+
+
+async def test_a_fault_in_the_rest_ends_that_flight_alone(host: PlanHost) -> None:
+    """What was launched before it and after it lands."""
+    (first,) = host.prefill(0, A)
+    await asyncio.sleep(0)
+    with faults.armed("runner.launch_rest", error=MemoryError("no room")):
+        (second,) = host.prefill(1, A)
+        await asyncio.sleep(0)
+    (third,) = host.prefill(2, A)
+
+    with pytest.raises(MemoryError, match="no room"):
+        await second
+    assert len(tokens_of(await first)) == len(tokens_of(await third)) == 1
+    assert host.runner.statistics()["steps_failed"] == 1
+
+
+async def test_closing_enqueues_the_rest_first(host: PlanHost) -> None:
+    """The step lands as any that is out."""
+    (flight,) = host.prefill(0, A)
+    await host.runner.aclose()
+
+    assert len(tokens_of(await flight)) == 1
+    with pytest.raises(DeviceLost, match="closed"):
+        host.prefill(1, A)
+
+
+def test_a_step_whose_loop_has_gone_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next loop's steps go on without it."""
+    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
+    host = PlanHost(make_runner(folder, is_cut=True))
+
+    async def leave() -> None:
+        host.prefill(0, A)
+        asyncio.get_running_loop().stop()  # before any turn
+
+    async def go_on() -> list[int]:
+        tokens = tokens_of(await host.prefill(1, A)[-1])
+        await host.runner.aclose()
+        return tokens
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(leave())
+    loop.run_forever()
+    task.cancel()
+    loop.close()
+
+    assert len(asyncio.run(go_on())) == 1
