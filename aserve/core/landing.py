@@ -73,16 +73,18 @@ def _accept_tokens(state: State, step: InflightStep, result: BatchResult, action
     if not len(step.rows):
         return []
     book, slots, positions, tokens = state.slots, step.rows.slots, step.positions, result.tokens[:, 0]
-    rows, idents, values = list(range(len(slots))), step.rows.idents.copy(), tokens.tolist()
+    # Lists, since a numpy scalar costs more to look at than all else that most rows need.
+    rows, idents = list(range(len(slots))), step.rows.idents.copy()
+    values, flags = tokens.tolist(), result.flags.tolist()
     kept = [True] * len(rows) if step.rows.is_fresh else step.rows.owned().tolist()
     state.counters.num_wasted_rows += kept.count(False)
 
     ends: list[Finish] = []
-    for row in sorted({*step.edges, *may_end(values, result.flags, book.stop_ids.keys(), state.vocab_size)}):
+    for row in sorted({*step.edges, *may_end(values, flags, book.stop_ids.keys(), state.vocab_size)}):
         if not kept[row]:
             continue
         sequence, position = book.owner[slots[row]], int(positions[row])
-        end = judge(sequence, position, values[row], int(result.flags[row]), state.vocab_size)
+        end = judge(sequence, position, values[row], flags[row], state.vocab_size)
         if end is not None:
             ends.append(end)
             kept[row] = end.reason is not FinishReason.ERROR and sequence.spec.params.max_tokens > 0

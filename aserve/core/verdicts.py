@@ -2,16 +2,13 @@
 
 from collections.abc import KeysView
 
-import numpy as np
-from numpy.typing import NDArray
-
 from aserve.core.actions import Finish
 from aserve.core.plan import FLAG_DONE, FLAG_INVALID
 from aserve.core.request import FinishReason
 from aserve.core.sequence import Sequence
 
 
-def may_end(tokens: list[int], flags: NDArray[np.uint8], stop_ids: KeysView[int], vocab_size: int) -> list[int]:
+def may_end(tokens: list[int], flags: list[int], stop_ids: KeysView[int], vocab_size: int) -> list[int]:
     """Rows whose token may end their sequence before its length limit: all of those, and few others.
 
     tokens, flags: of each row. stop_ids: of all sequences.
@@ -19,8 +16,8 @@ def may_end(tokens: list[int], flags: NDArray[np.uint8], stop_ids: KeysView[int]
     # Python's own loops: at the few hundred rows of a step numpy's calls cost more, most of all where they come in a
     # cold cache, as they do in a server.
     rows: list[int] = []
-    if any(flags.tobytes()):
-        rows += flags.nonzero()[0].tolist()
+    if any(flags):
+        rows += [row for row, flag in enumerate(flags) if flag]
     if not stop_ids.isdisjoint(tokens) or max(tokens) >= vocab_size or min(tokens) < 0:
         rows += [row for row, token in enumerate(tokens) if token in stop_ids or not 0 <= token < vocab_size]
     return rows
