@@ -1,8 +1,9 @@
 """What a streamed token costs the server, without a model: 256 streams from a scripted device over real sockets.
 
-    python tests/bench/path.py [--streams 256] [--tokens 512] [--requests 512] [--step-ms 1]
+    python tests/bench/path.py [--streams 256] [--tokens 512] [--requests 512] [--step-ms 1] [--max-joined-steps 1]
 
-Starts ``scripted_server.py`` and drives it with ``loadgen`` in another process; every token is one event, none joined.
+Starts ``scripted_server.py`` and drives it with ``loadgen`` in another process. As many steps' tokens are joined into
+one event as the server's default has it; with ``--max-joined-steps 1``, every token is an event.
 """
 
 import argparse
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--policy", default="overlap")
+    parser.add_argument("--max-joined-steps", help="as the server's option; its default unless given")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -31,6 +33,7 @@ def main() -> int:
         [
             sys.executable, ROOT / "tests/bench/scripted_server.py", "--step-ms", str(arguments.step_ms),
             "--policy", arguments.policy, "--max-num-seqs", str(arguments.streams),
+            *(["--max-joined-steps", arguments.max_joined_steps] if arguments.max_joined_steps else []),
         ],
         stdout=subprocess.PIPE, text=True, env=environment,
     )  # fmt: skip

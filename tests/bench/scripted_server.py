@@ -104,7 +104,7 @@ async def serve(arguments: argparse.Namespace) -> dict[str, object]:
         runner,
         ByteTokenizer(),
         options,
-        EngineOptions(max_queue_requests=1 << 16),
+        EngineOptions(max_queue_requests=1 << 16, max_joined_steps=arguments.max_joined_steps),
         observer=MetricsObserver(metrics),
         make_alarm=Alarm if is_supported() else None,
     )
@@ -170,6 +170,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--policy", default="overlap")
+    parser.add_argument("--max-joined-steps", type=int, default=EngineOptions().max_joined_steps)
     parser.add_argument("--send-buffer", type=int, default=0, help="bytes that the kernel keeps for a slow reader")
     parser.add_argument("--no-sampler", action="store_true", help="leave the stages out, and their cost")
     report = uvloop.run(serve(parser.parse_args()))
