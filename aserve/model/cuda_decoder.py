@@ -28,8 +28,9 @@ from aserve.model.kernels.norm import add_rms_norm, add_rms_norm_rows, embed_rms
 from aserve.model.kernels.rope_kv import Rotation, rope_table, rotate_and_cache
 from aserve.model.rope import inverse_frequencies
 
-LAYERS_A_LAUNCH = 16
-"""Of the long form, some ten nodes each: a graph of 32 layers takes the launching thread half a millisecond."""
+LAYERS_A_LAUNCH = 8
+"""Of the long form, some ten nodes each: a graph of 16 takes the launching thread up to half a millisecond in a server
+whose caches are cold."""
 
 _REFERENCE_BLOCK_HEADS = 2
 """Reference mode computes norms of heads in one form, whatever the number of tokens."""
