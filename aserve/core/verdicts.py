@@ -11,7 +11,7 @@ from aserve.core.sequence import Sequence
 def may_end(tokens: list[int], flags: list[int], stop_ids: KeysView[int], vocab_size: int) -> list[int]:
     """Rows whose token may end their sequence before its length limit: all of those, and few others.
 
-    tokens, flags: of each row. stop_ids: of all sequences.
+    tokens, flags: of each row. stop_ids: of all sequences that have a slot.
     """
     # Python's own loops: at the few hundred rows of a step numpy's calls cost more, most of all where they come in a
     # cold cache, as they do in a server.
