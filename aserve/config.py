@@ -160,15 +160,15 @@ class Config:
                 name=option.name, value=shown, origin=self.origins.get(option.name, "default"), help=option.help
             )
 
-    def on(self, device: Literal["CPU", "GPU"], num_parameters: int | None = None) -> "Config":
+    def on(self, device: Literal["CPU", "GPU"], num_layer_parameters: int | None = None) -> "Config":
         """With the token budget that this device takes where it is left open; the origin then says so.
 
-        num_parameters: as for ``gpu_batched_tokens``.
+        num_layer_parameters: as for ``gpu_batched_tokens``.
         """
         if self.scheduler.max_num_batched_tokens:
             return self
         name = "scheduler.max_num_batched_tokens"
-        usual = gpu_batched_tokens(num_parameters) if device == "GPU" else CPU_BATCHED_TOKENS
+        usual = gpu_batched_tokens(num_layer_parameters) if device == "GPU" else CPU_BATCHED_TOKENS
         origin = f"{self.origins.get(name, 'default')} (0), decided for this {device}"
         return dataclasses.replace(
             self,

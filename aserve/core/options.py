@@ -14,9 +14,9 @@ SMALL_MODEL_PARAMETERS: Final = 4_000_000_000
 """In the layers."""
 
 
-def gpu_batched_tokens(num_parameters: int | None) -> int:
-    """What max_num_batched_tokens = 0 is on a GPU. num_parameters: those in the layers, None if they are not known."""
-    is_small = num_parameters is not None and num_parameters < SMALL_MODEL_PARAMETERS
+def gpu_batched_tokens(num_layer_parameters: int | None) -> int:
+    """What max_num_batched_tokens = 0 is on a GPU. num_layer_parameters: None if they are not known."""
+    is_small = num_layer_parameters is not None and num_layer_parameters < SMALL_MODEL_PARAMETERS
     return SMALL_GPU_BATCHED_TOKENS if is_small else GPU_BATCHED_TOKENS
 
 
@@ -34,7 +34,7 @@ class SchedulerOptions:
         0,
         "Token budget of a step; decode rows first, prompt chunks fill the rest; "
         f"0 is {CPU_BATCHED_TOKENS} on a CPU, {GPU_BATCHED_TOKENS} on a GPU, and {SMALL_GPU_BATCHED_TOKENS} there for "
-        f"models below {SMALL_MODEL_PARAMETERS // 10**9} billion parameters.",
+        f"models below {SMALL_MODEL_PARAMETERS // 10**9} billion parameters in their layers.",
     )
     max_model_len: int = _option(
         0, "Longest prompt plus output in tokens; 0 takes the model's own, cut to the KV pool."

@@ -80,7 +80,8 @@ class CudaDevice:
         self.side: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._capturing: list[torch.cuda.CUDAGraph] = []
+        self._capturing: torch.cuda.CUDAGraph | None = None
+        self._captured: list[torch.cuda.CUDAGraph] = []
 
     def scope(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -89,26 +90,33 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def capture(self, run: Callable[[], None]) -> tuple[Replay, ...]:
-        self._begin_graph()
+        self._captured = []
         try:
+            self._begin_graph()
             try:
                 run()
             finally:
-                self._capturing[-1].capture_end()
-            return tuple(graph.replay for graph in self._capturing)
+                self._end_graph()
+            return tuple(graph.replay for graph in self._captured)
         finally:
-            self._capturing = []
+            self._captured = []
 
     def cut(self) -> None:
-        if self._capturing:
-            self._capturing[-1].capture_end()
+        if self._capturing is not None:
+            self._end_graph()
             self._begin_graph()
 
     def _begin_graph(self) -> None:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(), which collects garbage and empties caches each time: 50 ms where a capture takes 10.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._capturing.append(graph)
+        self._capturing = graph
+
+    def _end_graph(self) -> None:
+        graph, self._capturing = self._capturing, None
+        if graph is not None:  # else a cut could not begin the next one, which is the fault to tell of
+            graph.capture_end()
+            self._captured.append(graph)
 
     def forget(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()  # torch refuses one whose graphs have all gone

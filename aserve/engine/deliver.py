@@ -1,20 +1,15 @@
 """One task, first in first out: tokens -> text -> stop check -> streams, sliced so that the loop gets its turns.
 
-Where many short steps land, most of what a token costs the loop is its write to a socket. So where delivering takes
-more than a share of the time between landings, a step's tokens wait for the next step's, and each stream is written to
-once for both. Tokens of many that lie in the queue together, because the loop was late, go out together too.
-
 Everything that happens to a choice after its token is known happens here, in the order of the scheduler's actions, so a
-stream's deltas are never reordered. ``Choice.end`` is the one way in which a choice ends.
+stream's deltas are never reordered. On a busy loop, several steps' tokens go out together (``joining.py``).
+``Deliverer.end`` is the one way in which a choice ends.
 """
 
 import asyncio
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +19,7 @@ from aserve.core.ids import SequenceId
 from aserve.core.plan import Logprobs
 from aserve.core.request import FinishReason
 from aserve.engine.generation import Delta, GenerationRequest, TokenLogprob
+from aserve.engine.joining import Joining
 from aserve.engine.ports import Observer, RequestMove, RequestPhase, TextDecoder
 from aserve.engine.stream import TokenStream
 from aserve.faults import hit
@@ -31,15 +27,6 @@ from aserve.text.stops import StopMatcher
 
 Parcel = DeliverTokens | DeliverPromptLogprobs | Finish
 Deliverable = StartPrefill | NoteRequeue | Parcel
-
-JOINED_SHARE: Final = 0.25
-"""Of the time between landings: what delivering each by itself may take before steps are joined."""
-
-MIN_JOINED_STREAMS: Final = 32
-"""Where fewer get a token, nobody gains by waiting."""
-
-_NEWEST_WEIGHT: Final = 1 / 8
-"""Of the newest of the times whose running means decide."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,8 +36,9 @@ class Choice:
     is_first: the first child of its prompt, which counts for prompt usage. stop_ids: eos_ids and the client's own.
     held, held_logprobs: tokens whose text has not been sent yet (half a character, a possible stop string): they travel
     with the delta that carries it, so that tokens and text of a delta belong together. held_text: waits for that of the
-    next step's token. is_plain: its deltas carry text and tokens only. is_queued: its first token went through the
-    queue, so no later one may go past that.
+    next step's token, and ``num_joined`` of the held tokens with it. num_unspaced: tokens since ``last_token_s``, whose
+    times will be told with the next one's. is_plain: its deltas carry text and tokens only. is_queued: its first token
+    went through the queue, so no later one may go past that.
     started_s, num_cached: when its first step was composed, and what the prefix cache had of its prompt then.
     """
 
@@ -72,6 +60,8 @@ class Choice:
     held: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
     held_text: str = ""
+    num_joined: int = 0
+    num_unspaced: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     is_queued: bool = False
     has_ended: bool = False
@@ -79,11 +69,6 @@ class Choice:
     @property
     def prompt(self) -> NDArray[np.int32]:
         return self.request.prompts[self.index // self.request.n]
-
-
-def _running_mean(mean: float, newest: float) -> float:
-    """``mean``: infinite or 0 before the first."""
-    return newest if mean in (0.0, math.inf) else mean + (newest - mean) * _NEWEST_WEIGHT
 
 
 def _logprob(logprobs: Logprobs, row: int, token: int, k: int) -> TokenLogprob:
@@ -100,7 +85,7 @@ class Deliverer:
     """choices: the engine's table of choices that have not ended, by sequence; entries leave it through ``end``.
 
     on_stop(sequence, token_index): a stop string matched. on_end(choice, reason): a choice ended, once for each.
-    max_joined_steps: whose tokens go out together where the loop is busy; 1 is each by itself.
+    max_joined_steps: see ``Joining``.
     """
 
     def __init__(
@@ -115,7 +100,7 @@ class Deliverer:
     ) -> None:
         self.choices: dict[SequenceId, Choice] = {}
         self._slice_size = slice_size
-        self._max_joined_steps = max_joined_steps
+        self._joining = Joining(max_joined_steps)
         self._observer = observer
         self._on_stop = on_stop
         self._on_end = on_end
@@ -123,10 +108,6 @@ class Deliverer:
         self._parcels: deque[Parcel] = deque()
         self._has_parcels = asyncio.Event()
         self._num_since_turn = 0
-        self._landed_s: float | None = None
-        self._period_s = math.inf  # between landings that brought tokens, in the mean
-        self._cost_s = 0.0  # of a token that is written, in the mean
-        self._num_joined = 0  # steps in a row whose text waits for that of the one behind
         # Streams of one landing got their last token in one landing, so nearly all gaps are the same number.
         self._gap_s = 0.0
         self._num_gaps = 0
@@ -154,8 +135,9 @@ class Deliverer:
             if isinstance(action, DeliverTokens):
                 tokens = action
         if tokens is not None:
-            self._note_landing(landed_s)
-            if is_next_short and self._should_wait(len(tokens.sequences)):
+            self._joining.note_landing(landed_s)
+            num_queued = sum(isinstance(parcel, DeliverTokens) for parcel in self._parcels)
+            if is_next_short and self._joining.should_wait(len(tokens.sequences), num_queued):
                 return
         if self._parcels:
             self._has_parcels.set()
@@ -170,21 +152,6 @@ class Deliverer:
             return False
         self._parcels.append(action)
         return True
-
-    def _note_landing(self, landed_s: float) -> None:
-        if self._landed_s is not None:
-            self._period_s = _running_mean(self._period_s, landed_s - self._landed_s)
-        self._landed_s = landed_s
-
-    def _may_join(self, num_streams: int) -> bool:
-        return num_streams >= MIN_JOINED_STREAMS and self._max_joined_steps > 1
-
-    def _should_wait(self, num_streams: int) -> bool:
-        """Whether what is queued should go out with the next step's tokens."""
-        num_steps = sum(isinstance(parcel, DeliverTokens) for parcel in self._parcels)
-        if not self._may_join(num_streams) or num_steps >= self._max_joined_steps:
-            return False
-        return self._cost_s * num_streams > JOINED_SHARE * self._period_s * num_steps
 
     def note_move(self, sequence: SequenceId, phase: RequestPhase, now: float, num_tokens: int = 0) -> None:
         """Tell the observer of a sequence that has not ended."""
@@ -252,37 +219,61 @@ class Deliverer:
                     await self._give_turn()
 
     async def _deliver_tokens(self, parcel: DeliverTokens) -> None:
-        now, logprobs, choices = self._clock(), parcel.logprobs, self.choices
-        followed: Container[SequenceId] = ()
-        if self._may_join(len(parcel.sequences)) and self._num_joined + 1 < self._max_joined_steps:
-            followed = self._sequences_of_next_step()
-        self._num_joined = self._num_joined + 1 if followed else 0
-        began_s = now
+        followed = self._followed_in(parcel)
         entries = zip(parcel.sequences, parcel.tokens, parcel.rows, strict=True)
+        now = began_s = self._clock()
         num_left = len(parcel.sequences)
-        while num_left:
-            num_now = min(num_left, self._slice_size - self._num_since_turn)
-            for sequence, token, row in itertools.islice(entries, num_now):
-                choice = choices.get(sequence)
-                if choice is not None:
-                    self._deliver(choice, token, row, logprobs, now, is_followed=sequence in followed)
-            num_left -= num_now
-            self._num_since_turn += num_now
-            ended_s = self._clock()
-            self._observer.delivered(began_s, ended_s, num_now)
-            if not followed:
-                self._cost_s = _running_mean(self._cost_s, (ended_s - began_s) / num_now)
-            if self._num_since_turn >= self._slice_size:
-                await self._give_turn()
-                began_s = self._clock()
+        try:
+            while num_left:
+                num_now = min(num_left, self._slice_size - self._num_since_turn)
+                self._deliver_entries(itertools.islice(entries, num_now), parcel.logprobs, now, followed)
+                num_left -= num_now
+                self._num_since_turn += num_now
+                ended_s = self._clock()
+                self._observer.delivered(began_s, ended_s, num_now)
+                if not followed:
+                    self._joining.note_delivery(ended_s - began_s, num_now)
+                if self._num_since_turn >= self._slice_size:
+                    await self._give_turn()
+                    began_s = self._clock()
+        except asyncio.CancelledError:  # the end: what has landed is not lost
+            self._deliver_entries(entries, parcel.logprobs, now, followed)
+            raise
         self._flush_gaps()
 
-    def _sequences_of_next_step(self) -> Container[SequenceId]:
-        """Of the next tokens in the queue: those whose text this step's may wait for."""
-        for parcel in self._parcels:
+    def _followed_in(self, parcel: DeliverTokens) -> Container[SequenceId]:
+        """Those whose text may wait for that of their next token, which is in the queue."""
+        followed: Container[SequenceId] = ()
+        if self._joining.may_be_followed(len(parcel.sequences)):
+            behind = next((each for each in self._parcels if isinstance(each, DeliverTokens)), None)
+            followed = () if behind is None else set(behind.sequences)
+        self._joining.note_followed(is_followed=bool(followed))
+        return followed
+
+    def _deliver_entries(
+        self,
+        entries: Iterable[tuple[SequenceId, int, int]],
+        logprobs: Logprobs | None,
+        now: float,
+        followed: Container[SequenceId],
+    ) -> None:
+        choices = self.choices
+        for sequence, token, row in entries:
+            choice = choices.get(sequence)
+            if choice is not None:
+                self._deliver(choice, token, row, logprobs, now, is_followed=sequence in followed)
+
+    def deliver_rest(self) -> None:
+        """All that is queued, in one go: before an end that nothing comes after."""
+        now = self._clock()
+        while self._parcels:
+            parcel = self._parcels.popleft()
             if isinstance(parcel, DeliverTokens):
-                return set(parcel.sequences)
-        return ()
+                entries = zip(parcel.sequences, parcel.tokens, parcel.rows, strict=True)
+                self._deliver_entries(entries, parcel.logprobs, now, ())
+            else:
+                self.deliver_now(parcel)
+        self._flush_gaps()
 
     async def _give_turn(self) -> None:
         self._num_since_turn = 0
@@ -344,13 +335,9 @@ class Deliverer:
             is_followed = False  # nobody waits for a first token
             self._note_first(choice, now)
         elif is_followed:
-            now = (choice.last_token_s + now) / 2  # as steps that were not joined would have come
-        if num_output > 1 and (gap_s := now - choice.last_token_s) == self._gap_s:
-            self._num_gaps += 1
-        elif num_output > 1:
-            self._flush_gaps()
-            self._gap_s, self._num_gaps = gap_s, 1
-        choice.last_token_s = now
+            choice.num_unspaced += 1
+        else:
+            self._note_gaps(choice, now)
         choice.stream.usage.completion_tokens += 1
         choice.held.append(token)
         request = choice.request
@@ -374,28 +361,46 @@ class Deliverer:
                 return
             text = result.text
         if is_followed:
-            choice.held_text += text
-        elif text or choice.held_text or num_output == 1:
-            self._put(choice, text)
+            if text:
+                choice.held_text += text
+                choice.num_joined = len(choice.held)
+        elif text or num_output == 1:
+            self._put(choice, text, len(choice.held))
+        elif choice.held_text:
+            self._put(choice, "", choice.num_joined)
 
     def _note_first(self, choice: Choice, now: float) -> None:
         timings = choice.stream.timings
-        choice.first_token_s = now
+        choice.first_token_s = choice.last_token_s = now
         if timings.first_token_s is None:
             timings.first_token_s = now
         self._observer.first_token(now - timings.submitted_s)
 
-    def _put(self, choice: Choice, text: str) -> None:
-        tokens = tuple(choice.held)
-        choice.held.clear()
+    def _note_gaps(self, choice: Choice, now: float) -> None:
+        """Tokens that go out together share the time since the one before them."""
+        num_tokens = choice.num_unspaced + 1
+        gap_s = (now - choice.last_token_s) / num_tokens
+        if gap_s == self._gap_s:
+            self._num_gaps += num_tokens
+        else:
+            self._flush_gaps()
+            self._gap_s, self._num_gaps = gap_s, num_tokens
+        choice.last_token_s, choice.num_unspaced = now, 0
+
+    def _put(self, choice: Choice, text: str, num_tokens: int) -> None:
+        """Send ``text`` behind that which waits, with the first ``num_tokens`` of the held tokens."""
+        tokens = tuple(choice.held[:num_tokens])
+        del choice.held[:num_tokens]
+        num_output = choice.num_output - len(choice.held)
         if choice.held_text:
             text, choice.held_text = choice.held_text + text, ""
         if choice.is_plain:
-            choice.stream.put(Delta(index=choice.index, text=text, tokens=tokens, num_output=choice.num_output))
+            choice.stream.put(Delta(index=choice.index, text=text, tokens=tokens, num_output=num_output))
             return
         logprobs = None
         if choice.request.params.logprobs is not None:
-            logprobs, choice.held_logprobs = tuple(choice.held_logprobs), []
+            logprobs = tuple(choice.held_logprobs[:num_tokens])
+            del choice.held_logprobs[:num_tokens]
         choice.stream.put(
             Delta(
                 index=choice.index,
@@ -403,7 +408,7 @@ class Deliverer:
                 tokens=tokens,
                 logprobs=logprobs,
                 prompt_logprobs=self._take_prompt_logprobs(choice),
-                num_output=choice.num_output,
+                num_output=num_output,
             )
         )
 
@@ -425,6 +430,9 @@ class Deliverer:
             return
         choice.has_ended = True
         del self.choices[choice.sequence]
+        if choice.num_unspaced:
+            choice.num_unspaced -= 1  # the last of them is the one that ends it
+            self._note_gaps(choice, self._clock())
         if choice.num_output:
             timings = choice.stream.timings
             timings.last_token_s = max(timings.last_token_s or 0.0, choice.last_token_s)

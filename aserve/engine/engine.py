@@ -167,6 +167,10 @@ class Engine:
         self._death = error
         self._log.error("engine.died", error=f"{type(error).__name__}: {error}", exc_info=error)
         sentence = f"The engine has stopped: {error}"
+        try:
+            self._deliverer.deliver_rest()
+        except Exception as fault:  # of what is broken already: the ends are what counts
+            self._log.error("engine.tokens_lost", error=f"{type(fault).__name__}: {fault}", exc_info=fault)
         for choice in list(self._deliverer.choices.values()):
             self._deliverer.end(choice, FinishReason.ERROR, error=sentence)
         self._died.set()
@@ -197,10 +201,13 @@ class Engine:
                 self._main.cancel()
                 await asyncio.gather(self._main, return_exceptions=True)
                 self._main = None
-            for choice in list(self._deliverer.choices.values()):
-                self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
         finally:
-            await self._runner.aclose()
+            try:
+                self._deliverer.deliver_rest()
+                for choice in list(self._deliverer.choices.values()):
+                    self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
+            finally:
+                await self._runner.aclose()
 
     # --- calls
 

@@ -30,7 +30,7 @@ class EngineOptions:
     fan_out_slice: int = _option(64, "Streams that a landing is delivered to before the loop gets a turn.")
     max_joined_steps: int = _option(
         2,
-        "Steps whose tokens go out in one write to each stream, where writing each by itself would take the loop more "
-        "than a quarter of its time; 1 is never.",
+        "Steps whose tokens go out in one write to each of 32 streams or more, where writing each by itself would take "
+        "the loop more than a quarter of the time between landings; 1 is never.",
     )
     watchdog_s: float = _option(120.0, "A step in flight for longer than this means that the device hangs.")

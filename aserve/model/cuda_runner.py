@@ -1,5 +1,5 @@
 """The CUDA device: plans in, flights out. A launch writes one array of words, copies it, replays one graph: no more.
-Of a long step the graph comes in parts, and the loop gets its turn between them.
+Of a long step the graph comes in parts, and the loop gets its turn between any two.
 
 Shape suffixes: S sequences of a step (decode rows, then chunks), R rows that sample, N steps of the ring,
 P prompt positions with log-probabilities, V vocabulary, K alternatives.
@@ -7,6 +7,7 @@ P prompt positions with log-probabilities, V vocabulary, K alternatives.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -108,22 +109,15 @@ class _Launched:
     deferred: _Deferred | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Rest:
     """What a launch still has to enqueue: the step's further parts, and what comes behind the step."""
 
-    replays: tuple[Replay, ...]
+    launched: _Launched
+    replays: deque[Replay]
     behind: Callable[[], None]
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the loop gets a turn before it."""
-        return bool(self.replays)
-
-    def run(self) -> None:
-        for replay in self.replays:
-            replay()
-        self.behind()
+    watcher: Watcher
+    key: Hashable
 
 
 class _WholeStream:
@@ -224,7 +218,7 @@ class CudaRunner:
         self._start_seconds = dict(start_seconds or {})
         self._newest_landing_s = 0.0
         self._num_enqueued = 0
-        self._rest: Callable[[], None] | None = None  # of the newest launch
+        self._rest: _Rest | None = None  # of the newest launch
         self._num_launches = 0
         self._launch_s = 0.0
         self._launch_max_s = 0.0
@@ -253,19 +247,21 @@ class CudaRunner:
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
         """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued.
 
-        A long step is enqueued in parts, with a turn for the loop after the first; what keeps the others from being
-        enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
+        A long step is enqueued in parts, and the loop gets a turn before each but the first; what keeps the others from
+        being enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
         """
-        self._launch_rest()
+        while self._rest is not None:
+            self._launch_part(self._rest)
         started_s = time.perf_counter()
         faults.hit("runner.launch")
         watcher = self._watcher_of_loop()
         flight = CudaFlight(plan.step)
+        event: DeviceEvent | None = None
         try:
             with self._device.scope():
-                launched, rest = self._enqueue(plan, flight, started_s)
-                if not rest.is_apart:
-                    rest.run()
+                launched, replays, behind = self._enqueue(plan, flight, started_s)
+                if not replays:
+                    behind()
                     event = self._device.record(blocking=watcher.wants_blocking_events)
         except Exception as error:
             self._counters.num_failed += 1
@@ -273,42 +269,50 @@ class CudaRunner:
         self._num_enqueued = launched.number
         self._num_launches += 1
         key = self._key(plan, is_beside)
-        if rest.is_apart:
-            self._rest = partial(self._finish_launch, launched, rest, watcher, key)
-            watcher.loop.call_soon(self._launch_rest)
-        else:
+        if event is not None:
             self._watch(event, launched, watcher, key)
-        self._count_launch_time(started_s)
+        else:
+            self._rest = _Rest(launched, deque(replays), behind, watcher, key)
+            watcher.loop.call_soon(self._go_on, self._rest)
+        self._note_go(time.perf_counter() - started_s)
         return flight
 
-    def _launch_rest(self) -> None:
-        """What the newest launch has left for later, if it has not been enqueued yet."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest()
+    def _go_on(self, rest: _Rest) -> None:
+        """The loop's turn for the next part, unless another launch or the end has taken all of them along."""
+        if rest is self._rest:
+            self._launch_part(rest)
+        if rest is self._rest:
+            rest.watcher.loop.call_soon(self._go_on, rest)
 
     @torch.inference_mode()
-    def _finish_launch(self, launched: _Launched, rest: "_Rest", watcher: Watcher, key: Hashable) -> None:
+    def _launch_part(self, rest: _Rest) -> None:
+        watcher, event = rest.watcher, None
         if watcher.loop.is_closed():
-            return  # nobody waits for the step, whose slots are given up
+            self._rest = None  # nobody waits for the step, whose slots are given up
+            return
         started_s = time.perf_counter()
         try:
             faults.hit("runner.launch_rest")
             with self._device.scope():
-                rest.run()
-                event = self._device.record(blocking=watcher.wants_blocking_events)
+                rest.replays.popleft()()
+                if not rest.replays:
+                    rest.behind()
+                    event = self._device.record(blocking=watcher.wants_blocking_events)
         except Exception as error:
-            self._fail(launched.flight, self._device.explain(error))
+            self._rest = None
+            self._fail(rest.launched.flight, self._device.explain(error))
             return
-        self._watch(event, launched, watcher, key)
-        self._count_launch_time(started_s)
+        if event is not None:
+            self._rest = None
+            self._watch(event, rest.launched, watcher, rest.key)
+        self._note_go(time.perf_counter() - started_s)
 
     def _watch(self, event: DeviceEvent, launched: _Launched, watcher: Watcher, key: Hashable) -> None:
         self._staging.fence(event)
         watcher.watch(event, partial(self._land, launched), partial(self._fail, launched.flight), key=key)
 
-    def _count_launch_time(self, started_s: float) -> None:
-        seconds = time.perf_counter() - started_s
+    def _note_go(self, seconds: float) -> None:
+        """So long a launch, or a part of one, held the loop."""
         self._launch_s += seconds
         self._launch_max_s = max(self._launch_max_s, seconds)
 
@@ -331,7 +335,8 @@ class CudaRunner:
         Each part is closed even if another's closing fails or is cancelled.
         """
         faults.hit("runner.close")
-        self._launch_rest()
+        while self._rest is not None:
+            self._launch_part(self._rest)
         self._is_closed = True
         async with AsyncExitStack() as stack:  # the last one first
             if self._host_sampler is not None:  # which has what the device left for it
@@ -356,8 +361,11 @@ class CudaRunner:
     def _key(self, plan: BatchPlan, is_beside: bool) -> Hashable:
         return (*self._steps.size_of(plan), is_beside) if plan.num_tokens else None
 
-    def _enqueue(self, plan: BatchPlan, flight: CudaFlight, started_s: float) -> "tuple[_Launched, _Rest]":
-        """The first part of the step, or all that a plan without tokens asks for."""
+    def _enqueue(
+        self, plan: BatchPlan, flight: CudaFlight, started_s: float
+    ) -> tuple[_Launched, Sequence[Replay], Callable[[], None]]:
+        """The first part of the step, or all that a plan without tokens asks for. Returns what is still to be enqueued:
+        the other parts, and what comes behind them."""
         steps = self._steps
         faults.hit("runner.forward")
         differences = Differences.of(plan, self._info.vocab_size, MAX_ADDITIONS)
@@ -378,7 +386,7 @@ class CudaRunner:
                 prompts=(),
                 deferred=None,
             )
-            return launched, _Rest((), lambda: None)
+            return launched, (), lambda: None
 
         step = steps.step(steps.size_of(plan))
         words = self._staging.take()
@@ -399,7 +407,7 @@ class CudaRunner:
             prompts=prompts,
             deferred=deferred,
         )
-        return launched, _Rest(tuple(replays), partial(self._read_logits, launched, pieces))
+        return launched, replays, partial(self._read_logits, launched, pieces)
 
     def _read_logits(self, launched: _Launched, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         """What is wanted of a step's logits beside tokens, behind it on the stream."""

@@ -285,7 +285,7 @@ class Metrics:
         self.inter_token_latency = add(
             Histogram(TOKEN_BUCKETS),
             "inter_token_latency_seconds",
-            "Between two tokens of a sequence.",
+            "Between two tokens of a sequence; those that go out together share their time.",
             "inter_token_latency_seconds",
             "time_per_output_token_seconds",  # its older name
         )

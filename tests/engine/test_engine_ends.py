@@ -363,7 +363,7 @@ async def test_two_thousand_requests_with_a_fifth_aborted_in_all_phases() -> Non
 
 
 async def test_a_close_that_is_cancelled_closes_the_device_all_the_same() -> None:
-    """Whoever stops waiting for the engine's tasks to end leaves no device open behind him."""
+    """Whoever stops waiting for the engine's tasks to end leaves no device open behind him, and no reader waiting."""
     runner = ScriptedRunner()
     options = SchedulerOptions(max_num_seqs=runner.info.max_num_seqs, block_size=runner.info.block_size)
     engine = Engine(runner, ByteTokenizer(), options)
@@ -374,6 +374,8 @@ async def test_a_close_that_is_cancelled_closes_the_device_all_the_same() -> Non
         closed.append(True)
 
     runner.aclose = note  # type: ignore[method-assign]
+    stream = engine.submit_nowait(request(max_tokens=100))
+    await asyncio.sleep(0)
     closing = asyncio.create_task(engine.aclose())
     await asyncio.sleep(0)
     closing.cancel()
@@ -381,3 +383,4 @@ async def test_a_close_that_is_cancelled_closes_the_device_all_the_same() -> Non
     with pytest.raises(asyncio.CancelledError):
         await closing
     assert closed == [True]
+    assert end(await read(stream)).finish is FinishReason.ABORT

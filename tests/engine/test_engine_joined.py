@@ -5,20 +5,26 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from engine_builders import request, text, tokens
+from engine_builders import read, request, running, text, tokens
 
 from aserve.core.actions import DeliverTokens, Finish
 from aserve.core.ids import SequenceId, StepNumber
+from aserve.core.options import SchedulerOptions
 from aserve.core.request import FinishReason
-from aserve.engine.deliver import JOINED_SHARE, MIN_JOINED_STREAMS, Choice, Deliverable, Deliverer
+from aserve.engine import joining
+from aserve.engine.deliver import Choice, Deliverable, Deliverer
+from aserve.engine.engine import Engine
 from aserve.engine.generation import Delta
+from aserve.engine.joining import MIN_STREAMS, SHARE, Joining
 from aserve.engine.options import EngineOptions
 from aserve.engine.ports import NullObserver
 from aserve.engine.stream import TokenStream
+from aserve.errors import DeviceLost
+from aserve.testing import ByteTokenizer, ScriptedRunner
 from aserve.text.stops import StopMatcher
 
 PERIOD_S = 1.0
-MANY = 2 * MIN_JOINED_STREAMS
+MANY = 2 * MIN_STREAMS
 
 
 class Owner:
@@ -118,7 +124,7 @@ class Delivery:
 
 @asynccontextmanager
 async def delivering(
-    *, num_streams: int = MANY, share: float = 2 * JOINED_SHARE, steps: int = 2, stop: tuple[str, ...] = ()
+    *, num_streams: int = MANY, share: float = 2 * SHARE, steps: int = 2, stop: tuple[str, ...] = ()
 ) -> AsyncIterator[Delivery]:
     """A delivery that has seen two steps, "a" and "b", and knows what a token costs and how often steps land."""
     delivery = Delivery(num_streams=num_streams, share=share, steps=steps, stop=stop)
@@ -135,8 +141,23 @@ async def delivering(
             await task
 
 
+async def test_the_cost_of_a_token_is_that_of_one_that_is_written() -> None:
+    """Those that leave their text to the next step are no measure."""
+    async with delivering() as delivery:
+        delivery.cost_s /= 100
+        await delivery.land("c")
+        delivery.post("d")
+        delivery.cost_s *= 100
+        await delivery.turn()
+        joined = delivery.taken()
+        await delivery.land("e")
+        waiting = delivery.taken()
+
+    assert ([delta.text for delta in joined], waiting) == (["cd"], [])
+
+
 def few_streams() -> dict[str, int]:
-    return {"num_streams": MIN_JOINED_STREAMS - 1}
+    return {"num_streams": MIN_STREAMS - 1}
 
 
 async def test_two_steps_go_out_together_where_delivery_takes_long() -> None:
@@ -151,7 +172,9 @@ async def test_two_steps_go_out_together_where_delivery_takes_long() -> None:
     assert [(delta.text, delta.tokens, delta.num_output) for delta in both] == [("cd", (ord("c"), ord("d")), 4)]
 
 
-@pytest.mark.parametrize(("share", "steps", "expected"), [(0.6, 3, 3), (0.6, 1, 1), (0.3, 3, 2), (0.2, 3, 1)])
+@pytest.mark.parametrize(
+    ("share", "steps", "expected"), [(0.6, 3, 3), (0.6, 1, 1), (2.0, 2, 2), (0.3, 3, 2), (0.2, 3, 1)]
+)
 async def test_as_many_steps_wait_as_delivery_takes_quarters_of_the_time(
     share: float, steps: int, expected: int
 ) -> None:
@@ -273,13 +296,102 @@ async def test_text_that_waits_is_not_lost_where_a_decoder_fails() -> None:
     assert (text(deltas), deltas[-1].finish) == ("c", FinishReason.ERROR)
 
 
-async def test_times_between_tokens_are_shared_out() -> None:
-    """Of two that came together, each counts half of the time since the one before: the mean stays what it was."""
-    async with delivering(share=0.5) as delivery:
+@pytest.mark.parametrize("steps", [2, 3])
+async def test_times_between_tokens_are_shared_out(steps: int) -> None:
+    """Tokens that came together count the same part of the time since the one before: the mean stays what it was."""
+    async with delivering(share=0.9, steps=steps) as delivery:
         delivery.observer.gaps_s.clear()
         delivery.cost_s = 0.0
-        await delivery.land("c")
-        await delivery.land("d")
+        for letter in "cde"[:steps]:
+            await delivery.land(letter)
         gaps_s = delivery.observer.gaps_s
 
-    assert gaps_s == [PERIOD_S] * 2 * MANY
+    assert gaps_s == [pytest.approx(PERIOD_S)] * steps * MANY
+
+
+@pytest.mark.parametrize("is_next_short", [False, True], ids=["apart", "joined"])
+async def test_tokens_travel_with_their_text(is_next_short: bool) -> None:
+    """Where the second of two tokens is half a character, it stays behind with its half."""
+    async with delivering() as delivery:
+        push = delivery.push
+        halves = {"d": "", "e": "(de)"}
+        delivery.push = lambda token: halves.get(push(token), chr(token))  # type: ignore[method-assign]
+        for letter in "cdef":
+            await delivery.land(letter, is_next_short=is_next_short)
+        await delivery.land("g", is_next_short=False)
+        deltas = delivery.taken()
+
+    assert "".join(delta.text for delta in deltas) == "c(de)fg"
+    for delta in deltas:
+        assert delta.text.strip("()").replace("(", "").replace(")", "") == "".join(map(chr, delta.tokens))
+    assert [delta.num_output for delta in deltas] == [
+        2 + sum(len(each.tokens) for each in deltas[: index + 1]) for index in range(len(deltas))
+    ]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for one another wherever they may, however few streams there are; two of them are joined."""
+    monkeypatch.setattr(joining, "MIN_STREAMS", 1)
+    monkeypatch.setattr(Joining, "should_wait", lambda self, num_streams, num_queued: num_queued < 8)
+
+
+@pytest.mark.usefixtures("always")
+async def test_a_stream_is_the_same_text_in_fewer_deltas() -> None:
+    """In a running engine: nothing waits for ever, the last tokens come with the end."""
+    async with running(ScriptedRunner(b"abcdefgh")) as engine:
+        deltas = await read(engine.submit_nowait(request(max_tokens=8)))
+
+    assert (text(deltas), tokens(deltas)) == ("abcdefgh", list(b"abcdefgh"))
+    assert max(len(delta.tokens) for delta in deltas) == 2
+
+
+@pytest.mark.usefixtures("always")
+async def test_tokens_do_not_wait_for_a_prompts_step() -> None:
+    """Which may take long: they go out although it is on its way."""
+    runner = ScriptedRunner(b"abcdefgh")
+    async with running(runner, policy="overlap") as engine:
+        runner.hold()
+        stream = engine.submit_nowait(request(max_tokens=4))
+        await turn()
+        runner.release()  # the prompt
+        await turn()
+        other = engine.submit_nowait(request("another prompt", max_tokens=1))
+        await turn()
+        runner.release()  # a row, behind which another is out
+        await turn()
+        waiting = tokens(stream.next_nowait())
+        runner.release()  # that one; what comes next holds the other's prompt
+        await turn()
+        got = tokens(stream.next_nowait())
+        runner.resume()
+        rest = await read(stream)
+        await read(other)
+
+    assert (waiting, got) == ([ord("a")], [ord("b"), ord("c")])
+    assert text(rest) == "d"
+
+
+@pytest.mark.usefixtures("always")
+async def test_what_landed_comes_before_the_engines_death() -> None:
+    """A token that waits for the next step is delivered when that step takes the device with it."""
+    runner = ScriptedRunner(b"abcdefgh")
+    runner.fail_step(3, DeviceLost("gone"))
+    engine = Engine(runner, ByteTokenizer(), SchedulerOptions(max_num_seqs=4, block_size=runner.info.block_size))
+    await engine.start()
+    runner.hold()
+    stream = engine.submit_nowait(request(max_tokens=8))
+    await turn()
+    for _ in range(2):
+        runner.release()
+        await turn()
+    runner.release()
+    deltas = await read(stream)
+    await engine.aclose()
+
+    assert (text(deltas), deltas[-1].finish) == ("ab", FinishReason.ERROR)
+
+
+async def turn() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)

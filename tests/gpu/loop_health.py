@@ -76,29 +76,26 @@ LAUNCH_MS_AIM: Final = 0.5
 
 
 class TimedRunner(KeptRunner):
-    """Notes how long each launch held the loop, and of which steps: with prompts or of rows alone. A launch in parts,
-    with a turn of the loop between them, counts as so many."""
+    """Notes how long each launch held the loop, and of which steps: with prompts or of rows alone. On a GPU a launch in
+    parts, with turns of the loop between them, counts as so many."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.launches_s: list[tuple[float, bool]] = []
         self._has_prompts = False
-        self._cuda: Any = runner
-        if hasattr(runner, "_launch_rest"):  # a CudaRunner, whose module would load torch before its time
-            self._launch_rest, self._cuda._launch_rest = runner._launch_rest, self._timed_rest
+        self._notes_goes = hasattr(runner, "_note_go")  # a CudaRunner, whose module would load torch before its time
+        if self._notes_goes:
+            runner._note_go = self._note  # type: ignore[attr-defined]
 
-    def _timed_rest(self) -> None:
-        has_rest = self._cuda._rest is not None
-        started_s = time.perf_counter()
-        self._launch_rest()
-        if has_rest:
-            self.launches_s.append((time.perf_counter() - started_s, self._has_prompts))
+    def _note(self, seconds: float) -> None:
+        self.launches_s.append((seconds, self._has_prompts))
 
     def launch(self, plan: BatchPlan) -> Flight:
+        self._has_prompts = bool(plan.chunks)
         started_s = time.perf_counter()
         flight = super().launch(plan)
-        self._has_prompts = bool(plan.chunks)
-        self.launches_s.append((time.perf_counter() - started_s, self._has_prompts))
+        if not self._notes_goes:
+            self._note(time.perf_counter() - started_s)
         return flight
 
 
@@ -281,7 +278,7 @@ async def measure(
         cpu_us_by_stage={stage: count / num_samples * cpu_us for stage, count in sampler.counts.most_common()},
         loop_busy=loop_busy,
         looks_a_step=looks / num_steps,
-        bubble=(after.bubble_s - before.bubble_s) / steps_s(cut),
+        bubble=(after.bubble_s - before.bubble_s) / max(steps_s(cut), 1e-9),
         steps=steps_by_kind(cut),
         gpu_idle=await gpu_idle(engine, url, trace, asked, timeline) if with_profile else None,
     )
@@ -295,7 +292,7 @@ def steps_of(cut: Cut) -> list[Slice]:
 def steps_s(cut: Cut) -> float:
     """From the first step's begin to the last one's end."""
     steps = steps_of(cut)
-    return (steps[-1].end_s or 0.0) - steps[0].start_s
+    return (steps[-1].end_s or 0.0) - steps[0].start_s if steps else 0.0
 
 
 def steps_by_kind(cut: Cut) -> dict[str, tuple[int, float, float]]:

@@ -9,7 +9,7 @@ from typing import Final
 from aserve.cli.lab.laboratory import poisson
 from aserve.cli.lab.running import Bench, Run, Setup, VirtualBench
 from aserve.cli.lab.shapes import ALARM_LATE_S, Machine
-from aserve.core.options import GPU_BATCHED_TOKENS, SchedulerOptions
+from aserve.core.options import SchedulerOptions, gpu_batched_tokens
 
 _GROWTH: Final = 1.7
 """Of mean waits from the second quarter of the requests to the last, at most: 2.3 where they grow evenly from none."""
@@ -75,7 +75,7 @@ def plan(
         policy=options.policy,
         max_inflight=options.max_inflight,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or GPU_BATCHED_TOKENS,
+        max_num_batched_tokens=options.max_num_batched_tokens or gpu_batched_tokens(machine.num_layer_parameters),
         prefill=options.prefill,
         sampler=options.sampler,
         costs=machine.costs,

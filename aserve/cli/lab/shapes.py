@@ -10,6 +10,8 @@ from aserve.testing import HostCosts, StepCosts, StepShape, read_step_log
 SHAPES: Final = ("8b", "1b")
 """Those in the log that is shipped."""
 
+_LAYER_PARAMETERS: Final = {"8b": 6_979_321_856, "1b": 973_078_528}
+
 ALARM_LATE_S: Final = 30e-6
 """A timerfd read by the loop: 11 to 50 µs late at the median on the H200's host."""
 
@@ -27,10 +29,12 @@ _TOKEN_S: Final = 13.8e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on a machine. shape: out of SHAPES, or another. origin: where the figures come from."""
+    """A model on a machine. shape: out of SHAPES, or another. num_layer_parameters: the model's, which decide how many
+    tokens a step holds by default. origin: where the figures come from."""
 
     name: str
     shape: str
+    num_layer_parameters: int
     origin: str
     costs: StepCosts
     host: HostCosts
@@ -43,6 +47,7 @@ def h200(shape: str) -> Machine:
     return Machine(
         name=f"{shape.upper()} on one H200",
         shape=shape,
+        num_layer_parameters=_LAYER_PARAMETERS[shape],
         origin=log.origin,
         costs=log.costs(),
         host=HostCosts(
@@ -69,6 +74,7 @@ _A10_COSTS: Final = StepCosts(
 A10: Final = Machine(
     name="7B on an A10",
     shape="7b",
+    num_layer_parameters=6_476_005_376,
     origin=(
         "the card's data sheet (600 GB/s, 125 TFLOP/s in 16 bits) at 85 and 55 % of it; the processor's time is a "
         "third of a step of 16 rows at 600 tokens, which is what loses a quarter of the throughput with one step in "

@@ -95,14 +95,14 @@ def make_runner(
     samples_on_host: bool = False,
     has_short_form: bool | None = None,
     attention: AttentionBackend | None = None,
-    is_cut: bool = False,
+    num_cuts: int = 0,
 ) -> CudaRunner:
     """All of the cache that no sequence has written is NaN.
 
-    has_short_form: whether few rows take the decoder's short form; by the type, unless given. is_cut: whether steps
-    come in parts (on a GPU, those of more layers than ``LAYERS_A_LAUNCH`` do).
+    has_short_form: whether few rows take the decoder's short form; by the type, unless given. num_cuts: of
+    every step, where there is no GPU; there, those of more layers than ``LAYERS_A_LAUNCH`` are cut.
     """
-    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice(int(is_cut))
+    device: StepDevice = CudaDevice() if DEVICE == "cuda" else EagerDevice(num_cuts)
     runner = _make(
         folder,
         [device],

@@ -6,14 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from cuda_builders import PlanHost, make_runner, tokens_of
+from cuda_builders import EagerDevice, PlanHost, make_runner, tokens_of
 from families import hf_model, prompt, save
-from kernel_builders import DEVICE
 
 from aserve import faults
+from aserve.device.graphs import CudaDevice
 from aserve.errors import DeviceLost
 from aserve.model import cuda_decoder
 
@@ -24,7 +25,7 @@ pytestmark = [
 ]
 
 A = prompt(13, seed=3)
-NUM_LAYERS = 3 if DEVICE == "cuda" else 1
+NUM_LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +37,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 async def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PlanHost]:
     monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
-    runner = make_runner(folder, is_cut=True)
+    runner = make_runner(folder, num_cuts=NUM_LAYERS - 1)
     yield PlanHost(runner)
     await runner.aclose()
 
 
-def test_a_long_step_has_parts(host: PlanHost) -> None:
-    """One more than its cuts."""
-    steps = host.runner._steps
+def test_a_long_step_is_cut_between_its_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many layers each, not behind the last; the short form is not."""
+    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
+    cuts: list[int] = []
+    monkeypatch.setattr(EagerDevice, "cut", lambda device: cuts.append(1))
+    monkeypatch.setattr(CudaDevice, "cut", lambda device: cuts.append(1))
+    runner = make_runner(folder, has_short_form=True)
+    steps = runner._steps
+    found = []
+    for size in (next(size for size in steps.sizes() if size[2]), (1, 1, False)):
+        cuts.clear()
+        with torch.inference_mode(), runner._device.scope():
+            steps._body(size)()
+        found.append(len(cuts))
 
-    size = next(size for size in steps.sizes() if size[2])
-
-    assert len(steps.step(size).replays) == (NUM_LAYERS if DEVICE == "cuda" else 2)
+    assert found == [NUM_LAYERS - 1, 0]
 
 
 async def test_tokens_are_those_of_steps_in_one_part(host: PlanHost, folder: Path) -> None:
@@ -63,15 +73,18 @@ async def test_tokens_are_those_of_steps_in_one_part(host: PlanHost, folder: Pat
     assert ahead == alone == expected
 
 
-async def test_the_loop_gets_its_turn_before_the_rest(host: PlanHost) -> None:
-    """The rest is enqueued at the next turn; until then nothing is watched, and the step counts as out."""
-    runner = host.runner
+async def test_the_loop_gets_its_turn_before_each_part(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part a turn; until the last, nothing is watched, and the step counts as out."""
+    runner, turn = host.runner, [0]
+    turns: list[int] = []
+    monkeypatch.setattr(runner, "_note_go", lambda seconds: turns.append(turn[0]))
     (flight,) = host.prefill(0, A)
-    watched_at_once = len(runner._watcher or ())
-    out_at_once = runner.num_out
-    await asyncio.sleep(0)
+    watched_at_once, out_at_once = len(runner._watcher or ()), runner.num_out
+    for turn[0] in range(1, NUM_LAYERS + 1):
+        await asyncio.sleep(0)
 
     assert (watched_at_once, out_at_once) == (0, 1)
+    assert turns == list(range(NUM_LAYERS))
     assert len(tokens_of(await flight)) == 1
     assert runner.num_out == 0
 
@@ -79,7 +92,8 @@ async def test_the_loop_gets_its_turn_before_the_rest(host: PlanHost) -> None:
 async def test_a_fault_in_the_rest_ends_that_flight_alone(host: PlanHost) -> None:
     """What was launched before it and after it lands."""
     (first,) = host.prefill(0, A)
-    await asyncio.sleep(0)
+    for _ in range(NUM_LAYERS):
+        await asyncio.sleep(0)
     with faults.armed("runner.launch_rest", error=MemoryError("no room")):
         (second,) = host.prefill(1, A)
         await asyncio.sleep(0)
@@ -104,7 +118,7 @@ async def test_closing_enqueues_the_rest_first(host: PlanHost) -> None:
 def test_a_step_whose_loop_has_gone_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next loop's steps go on without it."""
     monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
-    host = PlanHost(make_runner(folder, is_cut=True))
+    host = PlanHost(make_runner(folder, num_cuts=NUM_LAYERS - 1))
 
     async def leave() -> None:
         host.prefill(0, A)
