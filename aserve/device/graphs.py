@@ -3,8 +3,9 @@
 ``StepDevice`` is the seam: tests run the same steps without a GPU, under Triton's interpreter.
 """
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
 
 import torch
@@ -92,11 +93,12 @@ class CudaDevice:
     def capture(self, run: Callable[[], None]) -> tuple[Replay, ...]:
         self._captured = []
         try:
-            self._begin_graph()
-            try:
-                run()
-            finally:
-                self._end_graph()
+            with _no_collection():
+                self._begin_graph()
+                try:
+                    run()
+                finally:
+                    self._end_graph()
             return tuple(graph.replay for graph in self._captured)
         finally:
             self._captured = []
@@ -142,6 +144,18 @@ class CudaDevice:
         """Memory that nobody holds, this process's own caches emptied."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector stays out: a graph of an older runner that it finds would break what is being captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _ROW_STRIDES: Final = ((16, 8), (64, 8), (128, 16), (256, 32), (1 << 30, 64))

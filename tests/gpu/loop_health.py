@@ -19,6 +19,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -172,12 +173,13 @@ async def run_loadgen(url: str, *flags: str) -> dict[str, Any]:
             sys.executable, "-m", "loadgen", "run", "--quiet", "--base-url", url, "--ignore-eos", *flags,
             "--json", str(result),
             cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
         try:
             code = await process.wait()
         finally:
             if process.returncode is None:  # cancelled
-                process.terminate()
+                os.killpg(process.pid, signal.SIGTERM)  # with the processes that it has started
                 await process.wait()
         if code:
             raise SystemExit("requests failed: see above")
