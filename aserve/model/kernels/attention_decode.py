@@ -18,7 +18,7 @@ from torch import Tensor
 from aserve.model.kernels.attention_inner import LOWEST, attend_range
 from aserve.model.kernels.attention_plan import NUM_FIELDS, AttentionPlan
 from aserve.model.kernels.early import early_launch, let_next_begin, wait_for_former
-from aserve.model.kernels.rope_kv import Rotation, load_heads, load_turn, turn_heads
+from aserve.model.kernels.rope_kv import Rotation, load_heads, load_rotation, rotate_heads
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _take_from_product(
     q, q_partner = load_heads(row_ptr, q_head, has_q, HAS_ROPE, D, BLOCK_D)
     k, k_partner = load_heads(row_ptr, k_head, has_k, HAS_ROPE, D, BLOCK_D)
     v, _ = load_heads(row_ptr, k_head + H, has_k, False, D, BLOCK_D)
-    q = turn_heads(q, q_partner, gain_ptr, q_head, has_q, cos, sin, eps, D, BLOCK_D, HAS_ROPE, HAS_NORM)
-    k = turn_heads(k, k_partner, gain_ptr, k_head, has_k, cos, sin, eps, D, BLOCK_D, HAS_ROPE, HAS_NORM)
+    q = rotate_heads(q, q_partner, gain_ptr, q_head, has_q, cos, sin, eps, D, BLOCK_D, HAS_ROPE, HAS_NORM)
+    k = rotate_heads(k, k_partner, gain_ptr, k_head, has_k, cos, sin, eps, D, BLOCK_D, HAS_ROPE, HAS_NORM)
     dim = tl.arange(0, BLOCK_D)[None, :]
     inside = has_k[:, None] & (dim < D)
     tl.store(k_ptr + place + dim, k.to(k_ptr.dtype.element_ty), mask=inside)
@@ -91,7 +91,7 @@ def _take_from_product(
 @triton.jit
 def _attend_item(
     item, kv_head, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block, tables_ptr, table_stride, out_ptr,
-    items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e, positions_ptr, mapping_ptr, turns_ptr, gain_ptr, eps,
+    items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e, positions_ptr, mapping_ptr, angles_ptr, gain_ptr, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
     NUM_STAGES: tl.constexpr, FROM_PRODUCT: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -116,7 +116,7 @@ def _attend_item(
     table_ptr = tables_ptr + slot * table_stride
     # The plan and what the step was laid out as are older than the kernel in front.
     if FROM_PRODUCT:
-        cos, sin = load_turn(turns_ptr, tl.load(positions_ptr + row), D, BLOCK_D)
+        cos, sin = load_rotation(angles_ptr, tl.load(positions_ptr + row), D, BLOCK_D)
         cached = tl.load(mapping_ptr + row).to(tl.int64)
         wait_for_former(EARLY)
         # Of a row's items, which do not overlap, the last one ends with its newest token. A row that is done has one
@@ -170,7 +170,7 @@ def _attend_item(
 def _decode_kernel(
     q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block, tables_ptr, table_stride, out_ptr,
     items_ptr, counts_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
-    positions_ptr, mapping_ptr, turns_ptr, gain_ptr, eps,
+    positions_ptr, mapping_ptr, angles_ptr, gain_ptr, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, F: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_G: tl.constexpr, MERGE_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
     NUM_STAGES: tl.constexpr, FROM_PRODUCT: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -181,7 +181,7 @@ def _decode_kernel(
         _attend_item(
             item, tl.program_id(0) % H, q_ptr, q_stride, kv_ptr, stride_kv, stride_head, stride_block,
             tables_ptr, table_stride, out_ptr, items_ptr, partial_ptr, lse_ptr, arrivals_ptr, scale_log2e,
-            positions_ptr, mapping_ptr, turns_ptr, gain_ptr, eps,
+            positions_ptr, mapping_ptr, angles_ptr, gain_ptr, eps,
             H, G, D, P, F, SOFTCAP, BLOCK_G, MERGE_G, BLOCK_D, BLOCK_L, NUM_STAGES, FROM_PRODUCT, HAS_ROPE, HAS_NORM,
             EARLY,
         )  # fmt: skip

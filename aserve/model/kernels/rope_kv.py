@@ -40,7 +40,7 @@ class Rotation:
 
 
 @triton.jit
-def load_turn(table_ptr, position, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_rotation(table_ptr, position, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """A position's (cos, sin) for each element of a head, [BLOCK_D]: x turned is x * cos + partner * sin."""
     F: tl.constexpr = D // 2
     dim = tl.arange(0, BLOCK_D)
@@ -69,7 +69,7 @@ def load_heads(x_ptr, head, is_wanted, PARTNERS: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     x, partner, gain_ptr, head, is_wanted, cos, sin, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
