@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from engine_builders import read, request, running, text, tokens
@@ -83,18 +84,11 @@ class Delivery:
     def finish(self) -> str:
         return ""
 
-    async def land(
-        self,
-        letter: str | None,
-        *,
-        sequences: Sequence[SequenceId] | None = None,
-        ends: Sequence[SequenceId] = (),
-        is_next_short: bool = True,
-    ) -> None:
-        """A step brings every sequence a letter, a period after the last one; the deliverer does what it wants."""
+    async def land(self, letter: str | None, **landing: Any) -> None:
+        """``post`` a step a period after the last one; the deliverer does what it wants."""
         self._num_landed += 1
         self.now_s = self._num_landed * PERIOD_S
-        self.post(letter, sequences=sequences, ends=ends, is_next_short=is_next_short)
+        self.post(letter, **landing)
         await self.turn()
 
     def post(
@@ -105,6 +99,7 @@ class Delivery:
         ends: Sequence[SequenceId] = (),
         is_next_short: bool = True,
     ) -> None:
+        """A step lands that brings all sequences, or those that are named, a letter, and ends some."""
         named = list(self.sequences if sequences is None else sequences)
         actions: list[Deliverable] = []
         if letter is not None:
