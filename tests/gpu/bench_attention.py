@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bench_kernels import DEVICE, SHAPES, Sequences, Shape, graph_ms, int32, ragged_lengths, randn, say
+from bench_common import DEVICE, SHAPES, Sequences, Shape, graph_ms, int32, ragged_lengths, randn, say
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 

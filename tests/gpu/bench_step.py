@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import uvloop
-from bench_kernels import PROBE_STEP_MS, SHAPES, Shape, ragged_lengths, say
+from bench_common import PROBE_STEP_MS, SHAPES, Shape, ragged_lengths, say
 
 from aserve.core.ids import Epoch, Slot, StepNumber
 from aserve.core.options import SchedulerOptions

@@ -29,9 +29,10 @@ import torch
 import triton
 import triton.language as tl
 import uvloop
-from bench_kernels import SHAPES, PlainStep, Shape, randn, say
+from bench_common import SHAPES, Shape, randn, say
 from bench_step import Host, chunk, load, model_folder, rows_of
 from step_anatomy import PARTS, Span, anatomy_of
+from step_forms import PlainStep
 from torch.profiler import ProfilerActivity, profile
 
 from aserve.core.ids import StepNumber
