@@ -166,14 +166,17 @@ class Engine:
     def _die(self, error: BaseException) -> None:
         self._death = error
         self._log.error("engine.died", error=f"{type(error).__name__}: {error}", exc_info=error)
-        sentence = f"The engine has stopped: {error}"
+        self._end_all(FinishReason.ERROR, f"The engine has stopped: {error}")
+        self._died.set()
+
+    def _end_all(self, reason: FinishReason, sentence: str) -> None:
+        """End every choice, behind the tokens that have landed for it."""
         try:
             self._deliverer.deliver_rest()
         except Exception as fault:  # of what is broken already: the ends are what counts
             self._log.error("engine.tokens_lost", error=f"{type(fault).__name__}: {fault}", exc_info=fault)
         for choice in list(self._deliverer.choices.values()):
-            self._deliverer.end(choice, FinishReason.ERROR, error=sentence)
-        self._died.set()
+            self._deliverer.end(choice, reason, error=sentence)
 
     async def wait_dead(self) -> BaseException:
         """Until the engine dies of a fault; returns the fault."""
@@ -203,9 +206,7 @@ class Engine:
                 self._main = None
         finally:
             try:
-                self._deliverer.deliver_rest()
-                for choice in list(self._deliverer.choices.values()):
-                    self._deliverer.end(choice, FinishReason.ABORT, error="The server is shutting down.")
+                self._end_all(FinishReason.ABORT, "The server is shutting down.")
             finally:
                 await self._runner.aclose()
 

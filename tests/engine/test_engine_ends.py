@@ -384,3 +384,18 @@ async def test_a_close_that_is_cancelled_closes_the_device_all_the_same() -> Non
         await closing
     assert closed == [True]
     assert end(await read(stream)).finish is FinishReason.ABORT
+
+
+async def test_a_close_whose_deliverer_is_broken_ends_everything_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was queued is lost then, and said to be; readers get their end and the device its close."""
+    runner = ScriptedRunner()
+    options = SchedulerOptions(max_num_seqs=runner.info.max_num_seqs, block_size=runner.info.block_size)
+    engine = Engine(runner, ByteTokenizer(), options)
+    await engine.start()
+    stream = engine.submit_nowait(request(max_tokens=100))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(engine._deliverer, "deliver_rest", lambda: 1 / 0)
+    await engine.aclose()
+
+    assert end(await read(stream)).finish is FinishReason.ABORT
+    assert runner.closed

@@ -18,6 +18,7 @@ from aserve.core.options import SchedulerOptions
 from aserve.errors import ModelError, NotOnGpu
 from aserve.model import cuda_start
 from aserve.model.batch import KVShape
+from aserve.model.config import ModelConfig
 from aserve.model.cuda_start import load_cuda_runner
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.options import ModelOptions
@@ -162,3 +163,19 @@ def test_a_fault_under_our_own_decoder_stays_as_it_is(tmp_path: Path, monkeypatc
 
     with pytest.raises(RuntimeError, match="ours"):
         start(folder, monkeypatch, fail)
+
+
+@pytest.mark.parametrize(("num_layer_parameters", "given", "expected"), [
+    (10**9, 0, 2048), (7 * 10**9, 0, 1024), (None, 0, 1024), (10**9, 700, 700),
+])  # fmt: skip
+def test_a_steps_tokens_follow_from_the_models_size(
+    num_layer_parameters: int | None, given: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are left open."""
+    folder = save(hf_model("llama", num_hidden_layers=1), tmp_path / "tiny")
+    found: list[SchedulerOptions] = []
+    monkeypatch.setattr(ModelConfig, "num_layer_parameters", num_layer_parameters)
+    monkeypatch.setattr(cuda_start, "_load", lambda options, scheduler, *rest: found.append(scheduler))
+    load_cuda_runner(ModelOptions(), SchedulerOptions(max_num_batched_tokens=given), folder)
+
+    assert [scheduler.max_num_batched_tokens for scheduler in found] == [expected]
