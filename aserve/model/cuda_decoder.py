@@ -32,6 +32,9 @@ LAYERS_A_LAUNCH = 8
 """Of the long form, some ten nodes each: a graph of 16 takes the launching thread up to half a millisecond in a server
 whose caches are cold."""
 
+SHORT_LAYERS_A_LAUNCH = 16
+"""Of the short form, with five."""
+
 _REFERENCE_BLOCK_HEADS = 2
 """Reference mode computes norms of heads in one form, whatever the number of tokens."""
 
@@ -42,8 +45,8 @@ class ForwardTensors:
 
     last_rows_S: a sequence's last token, whose logits are wanted. plans: for each window of the model's layers (0 for
     none) who computes what. has_chunks: whether the plans may hold sequences with more than one token.
-    side: the stream on which decode rows attend beside chunks. cut: called where a long step may be launched in two
-    goes, between layers.
+    side: the stream on which decode rows attend beside chunks. cut: called where a step of many layers may be launched
+    in two goes, between two of them.
     """
 
     token_ids_T: Tensor
@@ -351,7 +354,7 @@ class CudaDecoder:
         next_gains = [*(layer.input_gain_C for layer in layers[1:]), self._gain_C]
 
         products.embed(step.token_ids_T, self._embedding_VC, layers[0].input_gain_C, stream=stream)
-        for layer, next_gain_C, kv_layer in zip(layers, next_gains, kv_layers, strict=False):
+        for index, (layer, next_gain_C, kv_layer) in enumerate(zip(layers, next_gains, kv_layers, strict=False), 1):
             products.norm_product(stream, eps, *layer.qkv.weights, out_TN=qkv_TN)
             rotation = Rotation(
                 positions_T=step.positions_T,
@@ -368,6 +371,8 @@ class CudaDecoder:
             products.product_add(attended_TAD.view(num_rows, -1), *layer.o.weights, layer.post_gain_C, stream=stream)
             products.norm_gate_up(stream, eps, *layer.gate_up.weights, out_TI=product_TI)
             products.product_add(product_TI, *layer.down.weights, next_gain_C, stream=stream)
+            if step.cut is not None and index < len(layers) and index % SHORT_LAYERS_A_LAUNCH == 0:
+                step.cut()
         products.norm_product(stream, eps, *self._head.weights, out_TN=logits_SV)
 
     def logits_of(self, rows_R: Tensor, memory: Activations, *, logits_RV: Tensor) -> None:

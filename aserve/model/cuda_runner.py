@@ -7,6 +7,7 @@ P prompt positions with log-probabilities, V vocabulary, K alternatives.
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -136,10 +137,15 @@ class _WholeStream:
 class _Staging:
     """Pinned arrays that plans are written into, in turn. One is not written again before its copy has been made."""
 
-    def __init__(self, device: StepDevice, num_arrays: int, num_words: int) -> None:
+    def __init__(self, device: StepDevice, num_arrays: int, target: Tensor) -> None:
+        """target: where they are copied to, as long as each of them."""
         self._device = device
-        self._tensors = [device.pinned(num_words, dtype=torch.int32) for _ in range(num_arrays)]
-        self._words: list[Words] = [tensor.numpy() for tensor in self._tensors]
+        tensors = [device.pinned(len(target), dtype=torch.int32) for _ in range(num_arrays)]
+        self._words: list[Words] = [tensor.numpy() for tensor in tensors]
+        # A few sizes, whose views are made here: to make two takes as long as to enqueue a copy of some kilobytes.
+        self._sizes = [*(1 << bits for bits in range(8, 64) if 1 << bits < len(target)), len(target)]
+        self._targets = [target[:size] for size in self._sizes]
+        self._sources = [[tensor[:size] for size in self._sizes] for tensor in tensors]
         self._fences: list[DeviceEvent | None] = [None] * num_arrays
         self._unknown = _WholeStream(device)
         self._index = -1
@@ -152,10 +158,12 @@ class _Staging:
             fence.synchronize()
         return self._words[self._index]
 
-    def send(self, words: Tensor, num_words: int) -> None:
-        """Enqueue the copy of the array that was taken last. Until ``fence``, only an empty stream says it was made."""
+    def send(self, num_words: int) -> None:
+        """Enqueue the copy of the array that was taken last, at least so much of it. Until ``fence``, only an empty
+        stream says it was made."""
         self._fences[self._index] = self._unknown
-        words[:num_words].copy_(self._tensors[self._index][:num_words], non_blocking=True)
+        size = bisect_left(self._sizes, num_words)
+        self._targets[size].copy_(self._sources[self._index][size], non_blocking=True)
 
     def fence(self, event: DeviceEvent) -> None:
         """The array that was taken last may be written when ``event`` has passed."""
@@ -192,7 +200,7 @@ class CudaRunner:
         self._watcher: Watcher | None = None
         self._old_watchers: list[Watcher] = []
         self._is_closed = False
-        self._staging = _Staging(device, limits.ring_steps, steps.num_words)
+        self._staging = _Staging(device, limits.ring_steps, steps.words)
         self._ring_NS: NDArray[np.int64] = steps.ring_RS.numpy()
         num_top = min(MAX_TOP_LOGPROBS, info.vocab_size)
         self._num_rows = len(steps.logits_SV)
@@ -394,7 +402,7 @@ class CudaRunner:
         sampling = step.layout.write(words, plan, steps.nobody)
         end = differences.write(words, step.layout.end)
         end, prompts, pieces = self._write_prompt_rows(words, end, plan)
-        self._staging.send(steps.words, end)
+        self._staging.send(end)
         replay, *replays = step.replays
         replay()
         self._counters.num_tokens_computed += plan.num_tokens
@@ -427,7 +435,7 @@ class CudaRunner:
         """Change the slot table ahead of a step, or without one."""
         for part in differences.parts(self._steps.room):
             words = self._staging.take()
-            self._staging.send(self._steps.words, part.write(words, HEADER_WORDS))
+            self._staging.send(part.write(words, HEADER_WORDS))
             self._steps.apply_words()
             self._staging.fence(self._device.record())
 

@@ -96,8 +96,7 @@ class CudaSteps:
         )
         largest = StepLayout.of(limits.max_num_seqs, num_tokens, has_chunks=True)
         # Behind a step's own sections and differences: rows and targets of the prompt's log-probabilities.
-        self.num_words = largest.end + self.room + 2 * aligned(num_tokens + num_rows)
-        self.words = self._ints(self.num_words)
+        self.words = self._ints(largest.end + self.room + 2 * aligned(num_tokens + num_rows))
         self.ring_RS = device.pinned(limits.ring_steps, limits.max_num_seqs, dtype=torch.int64)
         self.logits_SV = self._floats(num_rows, vocab_size)
         self.work_SV = self._floats(num_rows, vocab_size)

@@ -47,10 +47,10 @@ def _inputs(x_ptr, k, K: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _row_product(
-    x_ptr, weight_ptr, output, inside, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, output, inside, also_ptrs, has_also, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row by the weight's rows ``output``, float32 [BLOCK_N, 1].
+    """One row by the weight's rows ``output``, float32 [BLOCK_N, 1]; and what lies at ``also_ptrs``, as _product does.
 
     The next kernel may begin at once: programs of one row are small and many, and fill what room there is evenly.
     """
@@ -61,39 +61,45 @@ def _row_product(
         weight = _weights(row_ptr, place, inside, K, BLOCK_K > K)
         wait_for_former(EARLY)
         let_next_begin(EARLY)
+        also = tl.load(also_ptrs, mask=has_also, other=0.0)
         acc = weight * _inputs(x_ptr, place, K, BLOCK_K > K)
     else:
         wait_for_former(EARLY)
         let_next_begin(EARLY)
+        also = tl.load(also_ptrs, mask=has_also, other=0.0)
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             k = start + place
             acc += _weights(row_ptr, k, inside, K, K % BLOCK_K != 0) * _inputs(x_ptr, k, K, K % BLOCK_K != 0)
-    return tl.sum(acc, 1)[:, None]
+    return tl.sum(acc, 1)[:, None], also
 
 
 @triton.jit
 def _product(
-    x, weight, first_output, N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    x, weight, first_output, also_ptrs, has_also, N: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Outputs from ``first_output`` on over this program's part of the inputs, float32 [BLOCK_N, BLOCK_T].
+    """Outputs from ``first_output`` on over this program's part of the inputs, float32 [BLOCK_N, BLOCK_T]; and what
+    lies at ``also_ptrs``: needed behind the product, asked for ahead of it, so that nobody waits for its way here.
 
     x, weight: pointers for one row, descriptors for more.
     """
     if BLOCK_T == 1:
         output = first_output + tl.arange(0, BLOCK_N)
-        acc = _row_product(x, weight, output, output < N, K, BLOCK_N, BLOCK_K, NUM_STAGES, EARLY)
+        acc, also = _row_product(
+            x, weight, output, output < N, also_ptrs, has_also, K, BLOCK_N, BLOCK_K, NUM_STAGES, EARLY
+        )  # fmt: skip
     else:
         LENGTH: tl.constexpr = (K + BLOCK_K * PARTS - 1) // (BLOCK_K * PARTS) * BLOCK_K
         begin = tl.program_id(1) * LENGTH
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         wait_for_former(EARLY)
+        also = tl.load(also_ptrs, mask=has_also, other=0.0)
         # What lies outside of the tensors is read as zeros.
         for k in tl.range(begin, begin + LENGTH, BLOCK_K, num_stages=NUM_STAGES):
             acc = tl.dot(weight.load([first_output, k]), x.load([0, k]).T, acc)
         let_next_begin(EARLY)
-    return acc
+    return acc, also
 
 
 @triton.jit
@@ -123,11 +129,19 @@ def _sum_of_parts(
 
 
 @triton.jit
-def _norm_factor(squares_ptr, row, num_rows, eps, C: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr):
-    """1 / root mean square of each row of the stream, [1, BLOCK_T]."""
+def _squares_at(squares_ptr, row, num_rows, X: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where the sums of each row's squares lie, by tile of channels, and which there are, [BLOCK_X, BLOCK_T]."""
     tile = tl.arange(0, BLOCK_X)
-    inside = (tile < X)[:, None] & (row < num_rows)[None, :]
-    squares = tl.load(squares_ptr + tile[:, None] * num_rows + row[None, :], mask=inside, other=0.0)
+    if BLOCK_T == 1:
+        # One row's lie side by side, which is worth saying: they are read four at a time.
+        return squares_ptr + tile[:, None], (tile < X)[:, None]
+    else:
+        return squares_ptr + tile[:, None] * num_rows + row[None, :], (tile < X)[:, None] & (row < num_rows)[None, :]
+
+
+@triton.jit
+def _norm_factor(squares, eps, C: tl.constexpr):
+    """1 / root mean square of each row of the stream, [1, BLOCK_T]."""
     return tl.rsqrt(tl.sum(squares, 0) / C + eps)[None, :]
 
 
@@ -140,12 +154,15 @@ def _norm_product_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     output, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
-    acc = _product(x, weight, tile * BLOCK_N, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES, EARLY)
+    squares_ptrs, has_squares = _squares_at(squares_ptr, row, num_rows, X, BLOCK_X, BLOCK_T)
+    acc, squares = _product(
+        x, weight, tile * BLOCK_N, squares_ptrs, has_squares, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES, EARLY
+    )  # fmt: skip
     if PARTS > 1:
         if not _is_last(acc, output, row, partial_ptr, arrivals_ptr + tile, N, BLOCK_T, PARTS):
             return
         acc = _sum_of_parts(output, row, partial_ptr, N, BLOCK_N, BLOCK_T, PARTS)
-    acc *= _norm_factor(squares_ptr, row, num_rows, eps, K, X, BLOCK_X)
+    acc *= _norm_factor(squares, eps, K)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + output, mask=output < N, other=0.0).to(tl.float32)[:, None]
     inside = (output < N)[:, None] & (row < num_rows)[None, :]
@@ -160,22 +177,27 @@ def _gate_up_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     output, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    squares_ptrs, has_squares = _squares_at(squares_ptr, row, num_rows, X, BLOCK_X, BLOCK_T)
     if BLOCK_T == 1:
         # A gate and its up side by side, so that the row is gone through once for both.
         both = tl.arange(0, 2 * BLOCK_N)
         column = tile * BLOCK_N + both // 2
-        acc = _row_product(x, weight, column + both % 2 * I, column < I, K, 2 * BLOCK_N, BLOCK_K, NUM_STAGES, EARLY)
+        acc, squares = _row_product(
+            x, weight, column + both % 2 * I, column < I, squares_ptrs, has_squares, K, 2 * BLOCK_N, BLOCK_K,
+            NUM_STAGES, EARLY,
+        )  # fmt: skip
         gate, up = tl.split(tl.reshape(acc, [BLOCK_N, 2]))
         gate, up = gate[:, None], up[:, None]
     else:
         gate, up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32), tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         wait_for_former(EARLY)
+        squares = tl.load(squares_ptrs, mask=has_squares, other=0.0)
         for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             x_KT = x.load([0, k]).T
             gate = tl.dot(weight.load([tile * BLOCK_N, k]), x_KT, gate)
             up = tl.dot(weight.load([I + tile * BLOCK_N, k]), x_KT, up)
         let_next_begin(EARLY)
-    factor = _norm_factor(squares_ptr, row, num_rows, eps, K, X, BLOCK_X)
+    factor = _norm_factor(squares, eps, K)
     gate, up = gate * factor, up * factor
     if HAS_BIAS:
         gate += tl.load(bias_ptr + output, mask=output < I, other=0.0).to(tl.float32)[:, None]
@@ -193,21 +215,24 @@ def _product_add_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     output, row = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
-    acc = _product(x, weight, tile * BLOCK_N, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES, EARLY)
+    inside = (output < N)[:, None] & (row < num_rows)[None, :]
+    place = row[None, :] * N + output[:, None]
+    gain = tl.load(gain_ptr + output, mask=output < N, other=0.0).to(tl.float32)[:, None]
+    acc, residual = _product(
+        x, weight, tile * BLOCK_N, residual_ptr + place, inside, N, K, BLOCK_T, BLOCK_N, BLOCK_K, PARTS, NUM_STAGES,
+        EARLY,
+    )  # fmt: skip
     if PARTS > 1:
         if not _is_last(acc, output, row, partial_ptr, arrivals_ptr + tile, N, BLOCK_T, PARTS):
             return
         acc = _sum_of_parts(output, row, partial_ptr, N, BLOCK_N, BLOCK_T, PARTS)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + output, mask=output < N, other=0.0).to(tl.float32)[:, None]
-    inside = (output < N)[:, None] & (row < num_rows)[None, :]
-    place = row[None, :] * N + output[:, None]
-    acc += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    acc += residual.to(tl.float32)
     # The sum as the stream keeps it, so that what is normalised is what the next layer adds to.
     stored = acc.to(residual_ptr.dtype.element_ty)
     tl.store(residual_ptr + place, stored, mask=inside)
     kept = tl.where(inside, stored.to(tl.float32), 0.0)
-    gain = tl.load(gain_ptr + output, mask=output < N, other=0.0).to(tl.float32)[:, None]
     tl.store(scaled_ptr + place, (kept * gain).to(scaled_ptr.dtype.element_ty), mask=inside)
     tl.store(squares_ptr + tile * num_rows + row, tl.sum(kept * kept, 0), mask=row < num_rows)
 

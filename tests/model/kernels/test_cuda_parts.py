@@ -42,9 +42,16 @@ async def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[P
     await runner.aclose()
 
 
-def test_a_long_step_is_cut_between_its_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After so many layers each, not behind the last; the short form is not."""
-    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
+@pytest.mark.parametrize(
+    ("long", "short", "expected"),
+    [(1, 2, [NUM_LAYERS - 1, 1]), (2, 1, [1, NUM_LAYERS - 1]), (NUM_LAYERS, NUM_LAYERS, [0, 0])],
+)
+def test_a_long_step_is_cut_between_its_layers(
+    long: int, short: int, expected: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so many layers each, not behind the last; the short form after a number of its own."""
+    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", long)
+    monkeypatch.setattr(cuda_decoder, "SHORT_LAYERS_A_LAUNCH", short)
     cuts: list[int] = []
     monkeypatch.setattr(EagerDevice, "cut", lambda device: cuts.append(1))
     monkeypatch.setattr(CudaDevice, "cut", lambda device: cuts.append(1))
@@ -57,18 +64,25 @@ def test_a_long_step_is_cut_between_its_layers(folder: Path, monkeypatch: pytest
             steps._body(size)()
         found.append(len(cuts))
 
-    assert found == [NUM_LAYERS - 1, 0]
+    assert found == expected
 
 
-async def test_tokens_are_those_of_steps_in_one_part(host: PlanHost, folder: Path) -> None:
+@pytest.mark.parametrize("has_short_form", [False, True])
+async def test_tokens_are_those_of_steps_in_one_part(
+    has_short_form: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Launched far ahead, where the next launch comes before the loop's turn, and each by itself."""
-    whole = PlanHost(make_runner(folder))
+    whole = PlanHost(make_runner(folder, has_short_form=has_short_form))
     expected = await whole.generate(0, A, 6)
     await whole.runner.aclose()
+    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
+    monkeypatch.setattr(cuda_decoder, "SHORT_LAYERS_A_LAUNCH", 1)
+    host = PlanHost(make_runner(folder, has_short_form=has_short_form, num_cuts=NUM_LAYERS - 1))
     ahead = await host.generate(1, A, 6, chunk=4)
     alone = tokens_of(await host.prefill(2, A)[-1])
     for step in range(5):
         alone += tokens_of(await host.launch(rows=[(2, len(A) + step)]))
+    await host.runner.aclose()
 
     assert ahead == alone == expected
 
