@@ -24,7 +24,7 @@ from aserve import faults
 from aserve.core.ids import StepNumber
 from aserve.core.plan import BatchPlan, BatchResult, Logprobs
 from aserve.device.event import DeviceEvent, Flight, Watcher, WatcherName, make_watcher
-from aserve.device.graphs import Replay, StepDevice
+from aserve.device.graphs import StepDevice
 from aserve.engine.ports import RunnerInfo
 from aserve.errors import DeviceLost
 from aserve.model.cuda_steps import MAX_ADDITIONS, CudaSteps
@@ -112,10 +112,10 @@ class _Launched:
 
 @dataclass(slots=True, eq=False)
 class _Rest:
-    """What a launch still has to enqueue: the step's further parts, and what comes behind the step."""
+    """What a launch still has to enqueue: parts of the step, and what comes behind it."""
 
     launched: _Launched
-    replays: deque[Replay]
+    parts: deque[Callable[[], None]]
     behind: Callable[[], None]
     watcher: Watcher
     key: Hashable
@@ -255,8 +255,9 @@ class CudaRunner:
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
         """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued.
 
-        A long step is enqueued in parts, and the loop gets a turn before each but the first; what keeps the others from
-        being enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
+        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too, where the
+        step has chunks and another is out, so that the device does not wait for it. What keeps the later ones from being
+        enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
         """
         while self._rest is not None:
             self._launch_part(self._rest)
@@ -264,11 +265,12 @@ class CudaRunner:
         faults.hit("runner.launch")
         watcher = self._watcher_of_loop()
         flight = CudaFlight(plan.step)
+        size = self._steps.size_of(plan) if plan.num_tokens else None
         event: DeviceEvent | None = None
         try:
             with self._device.scope():
-                launched, replays, behind = self._enqueue(plan, flight, started_s)
-                if not replays:
+                launched, parts, behind = self._enqueue(plan, size, flight, started_s)
+                if not parts:
                     behind()
                     event = self._device.record(blocking=watcher.wants_blocking_events)
         except Exception as error:
@@ -276,11 +278,11 @@ class CudaRunner:
             raise self._device.explain(error) from error
         self._num_enqueued = launched.number
         self._num_launches += 1
-        key = self._key(plan, is_beside)
+        key = (*size, is_beside) if size is not None else None
         if event is not None:
             self._watch(event, launched, watcher, key)
         else:
-            self._rest = _Rest(launched, deque(replays), behind, watcher, key)
+            self._rest = _Rest(launched, deque(parts), behind, watcher, key)
             watcher.loop.call_soon(self._go_on, self._rest)
         self._note_go(time.perf_counter() - started_s)
         return flight
@@ -302,8 +304,8 @@ class CudaRunner:
         try:
             faults.hit("runner.launch_rest")
             with self._device.scope():
-                rest.replays.popleft()()
-                if not rest.replays:
+                rest.parts.popleft()()
+                if not rest.parts:
                     rest.behind()
                     event = self._device.record(blocking=watcher.wants_blocking_events)
         except Exception as error:
@@ -366,14 +368,11 @@ class CudaRunner:
 
     # --- launching
 
-    def _key(self, plan: BatchPlan, is_beside: bool) -> Hashable:
-        return (*self._steps.size_of(plan), is_beside) if plan.num_tokens else None
-
     def _enqueue(
-        self, plan: BatchPlan, flight: CudaFlight, started_s: float
-    ) -> tuple[_Launched, Sequence[Replay], Callable[[], None]]:
-        """The first part of the step, or all that a plan without tokens asks for. Returns what is still to be enqueued:
-        the other parts, and what comes behind them."""
+        self, plan: BatchPlan, size: tuple[int, int, bool] | None, flight: CudaFlight, started_s: float
+    ) -> tuple[_Launched, Sequence[Callable[[], None]], Callable[[], None]]:
+        """The step, or all that a plan without tokens (and so without a size) asks for. Returns what is still to be
+        enqueued: parts of the step that are left for the loop's next turns, and what comes behind them."""
         steps = self._steps
         faults.hit("runner.forward")
         differences = Differences.of(plan, self._info.vocab_size, MAX_ADDITIONS)
@@ -383,7 +382,7 @@ class CudaRunner:
         if differences.num_words > steps.room:
             self._apply_in_parts(differences)
             differences = _NO_DIFFERENCES
-        if not plan.num_tokens:
+        if size is None:
             self._apply_in_parts(differences)
             launched = _Launched(
                 plan=plan,
@@ -396,15 +395,22 @@ class CudaRunner:
             )
             return launched, (), lambda: None
 
-        step = steps.step(steps.size_of(plan))
+        step = steps.step(size)
         words = self._staging.take()
         words[:2].view(np.int64)[0] = number
         sampling = step.layout.write(words, plan, steps.nobody)
         end = differences.write(words, step.layout.end)
         end, prompts, pieces = self._write_prompt_rows(words, end, plan)
-        self._staging.send(end)
-        replay, *replays = step.replays
-        replay()
+        first, *others = step.replays
+
+        def begin() -> None:
+            self._staging.send(end)
+            first()
+
+        if others and plan.chunks and self.num_out:
+            others.insert(0, begin)  # to write the words took as long as a part does
+        else:
+            begin()
         self._counters.num_tokens_computed += plan.num_tokens
         launched = _Launched(
             plan=plan,
@@ -415,7 +421,7 @@ class CudaRunner:
             prompts=prompts,
             deferred=deferred,
         )
-        return launched, replays, partial(self._read_logits, launched, pieces)
+        return launched, others, partial(self._read_logits, launched, pieces)
 
     def _read_logits(self, launched: _Launched, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         """What is wanted of a step's logits beside tokens, behind it on the stream."""

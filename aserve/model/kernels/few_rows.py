@@ -66,11 +66,16 @@ def _row_product(
     else:
         wait_for_former(EARLY)
         let_next_begin(EARLY)
-        also = tl.load(also_ptrs, mask=has_also, other=0.0)
+        # Of many small programs at once, registers that hold it through the loop would be those of another.
+        IS_LARGE: tl.constexpr = BLOCK_K >= 2048
+        if IS_LARGE:
+            also = tl.load(also_ptrs, mask=has_also, other=0.0)
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             k = start + place
             acc += _weights(row_ptr, k, inside, K, K % BLOCK_K != 0) * _inputs(x_ptr, k, K, K % BLOCK_K != 0)
+        if not IS_LARGE:
+            also = tl.load(also_ptrs, mask=has_also, other=0.0)
     return tl.sum(acc, 1)[:, None], also
 
 

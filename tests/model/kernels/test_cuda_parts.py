@@ -17,6 +17,7 @@ from aserve import faults
 from aserve.device.graphs import CudaDevice
 from aserve.errors import DeviceLost
 from aserve.model import cuda_decoder
+from aserve.model.kernels.differences import HEADER_WORDS
 
 pytestmark = [
     pytest.mark.torch,
@@ -101,6 +102,32 @@ async def test_the_loop_gets_its_turn_before_each_part(host: PlanHost, monkeypat
     assert turns == list(range(NUM_LAYERS))
     assert len(tokens_of(await flight)) == 1
     assert runner.num_out == 0
+
+
+async def test_chunks_beside_another_step_wait_for_the_loop_with_all_parts(
+    host: PlanHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their words are written at once and enqueued later; those of rows are copied in the same go."""
+    runner, turn = host.runner, [0]
+    slots = runner._steps.words[HEADER_WORDS:]  # of the step whose words were copied last
+    turns: list[int] = []
+    monkeypatch.setattr(runner, "_note_go", lambda seconds: turns.append(turn[0]))
+    (first,) = host.prefill(0, A)
+    (second,) = host.prefill(1, A[:5])  # ahead of which the first one's parts go
+    turns.clear()
+    before = slots[0].item()
+    for turn[0] in range(1, NUM_LAYERS + 1):
+        await asyncio.sleep(0)
+    after_chunks = slots[0].item()
+    tokens = [tokens_of(await flight) for flight in (first, second)]
+    third = host.launch(rows=[(0, len(A))])
+    fourth = host.launch(rows=[(0, len(A) + 1), (1, 5)])
+    after_rows = slots[:2].tolist()
+
+    assert turns[:NUM_LAYERS] == list(range(1, NUM_LAYERS + 1))
+    assert (before, after_chunks, after_rows) == (0, 1, [0, 1])
+    assert [len(each) for each in tokens] == [1, 1]
+    assert [len(tokens_of(await flight)) for flight in (third, fourth)] == [1, 2]
 
 
 async def test_a_fault_in_the_rest_ends_that_flight_alone(host: PlanHost) -> None:
