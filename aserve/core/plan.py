@@ -98,7 +98,8 @@ class BatchPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the forward computes."""
-        return len(self.rows) + sum(len(chunk.tokens) for chunk in self.chunks)
+        num_rows = len(self.rows)
+        return num_rows + sum(len(chunk.tokens) for chunk in self.chunks) if self.chunks else num_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
@@ -183,5 +184,5 @@ def _buckets(first: int, last: int, strides: tuple[tuple[int, int], ...]) -> Ite
 
 
 def fitting(buckets: list[int], size: int) -> int:
-    """The smallest bucket that holds ``size``."""
-    return next(bucket for bucket in buckets if bucket >= size)
+    """The smallest bucket that holds ``size``; they rise."""
+    return buckets[bisect_left(buckets, size)]

@@ -251,13 +251,12 @@ class CudaRunner:
         num_watched = len(self._watcher) if self._watcher is not None else 0
         return num_watched + (self._rest is not None)
 
-    @torch.inference_mode()
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
         """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued.
 
-        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too, where the
-        step has chunks and another is out, so that the device does not wait for it. What keeps the later ones from being
-        enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
+        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too, if the
+        step has chunks and another is out, so that the device does not wait for it. What keeps the later ones from
+        being enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
         """
         while self._rest is not None:
             self._launch_part(self._rest)
@@ -265,9 +264,9 @@ class CudaRunner:
         faults.hit("runner.launch")
         watcher = self._watcher_of_loop()
         flight = CudaFlight(plan.step)
-        size = self._steps.size_of(plan) if plan.num_tokens else None
         event: DeviceEvent | None = None
         try:
+            size = self._steps.size_of(plan) if plan.num_tokens else None
             with self._device.scope():
                 launched, parts, behind = self._enqueue(plan, size, flight, started_s)
                 if not parts:
@@ -294,7 +293,6 @@ class CudaRunner:
         if rest is self._rest:
             rest.watcher.loop.call_soon(self._go_on, rest)
 
-    @torch.inference_mode()
     def _launch_part(self, rest: _Rest) -> None:
         watcher, event = rest.watcher, None
         if watcher.loop.is_closed():
@@ -310,12 +308,23 @@ class CudaRunner:
                     event = self._device.record(blocking=watcher.wants_blocking_events)
         except Exception as error:
             self._rest = None
-            self._fail(rest.launched.flight, self._device.explain(error))
+            self._break_off(rest, self._device.explain(error))
             return
         if event is not None:
             self._rest = None
             self._watch(event, rest.launched, watcher, rest.key)
         self._note_go(time.perf_counter() - started_s)
+
+    def _break_off(self, rest: _Rest, error: Exception) -> None:
+        """End a step of which parts may be running; not before they have, since its blocks go to others then."""
+        fail = partial(self._fail, rest.launched.flight)
+        try:
+            event = self._device.record(blocking=rest.watcher.wants_blocking_events)
+        except Exception:  # nothing will run any more
+            fail(error)
+            return
+        self._staging.fence(event)
+        rest.watcher.watch(event, partial(fail, error), fail)
 
     def _watch(self, event: DeviceEvent, launched: _Launched, watcher: Watcher, key: Hashable) -> None:
         self._staging.fence(event)
@@ -426,16 +435,19 @@ class CudaRunner:
     def _read_logits(self, launched: _Launched, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         """What is wanted of a step's logits beside tokens, behind it on the stream."""
         plan, deferred, steps = launched.plan, launched.deferred, self._steps
+        if deferred is None and plan.logprobs_k < 0 and not pieces:
+            return
         index = launched.number % steps.limits.ring_steps
         num_sequences = len(plan.rows) + len(plan.chunks)
-        if deferred is not None:
-            self._copy_logits(deferred, launched.sampling[deferred.rows])
-        if plan.logprobs_k >= 0:
-            self._logprobs.compute(index, 0, steps.logits_SV[:num_sequences], steps.tokens_S[:num_sequences])
-        for first, rows, targets, num_rows in pieces:
-            logits_PV = steps.logits_SV[:num_rows]
-            steps.decoder.logits_of(steps.words[rows : rows + num_rows], steps.activations, logits_RV=logits_PV)
-            self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
+        with torch.inference_mode():
+            if deferred is not None:
+                self._copy_logits(deferred, launched.sampling[deferred.rows])
+            if plan.logprobs_k >= 0:
+                self._logprobs.compute(index, 0, steps.logits_SV[:num_sequences], steps.tokens_S[:num_sequences])
+            for first, rows, targets, num_rows in pieces:
+                logits_PV = steps.logits_SV[:num_rows]
+                steps.decoder.logits_of(steps.words[rows : rows + num_rows], steps.activations, logits_RV=logits_PV)
+                self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
 
     def _apply_in_parts(self, differences: Differences) -> None:
         """Change the slot table ahead of a step, or without one."""

@@ -156,9 +156,9 @@ class Differences:
     @property
     def num_words(self) -> int:
         """At most so many, alignment included."""
-        arrays = (self.leaves, self.join_slots, self.join_records, self.table_writes, self.token_writes)
-        extras = sum(extra.num_words for extra in self.extras)
-        return sum(array.size for array in arrays) + extras + (len(arrays) + 1) * _ALIGNMENT
+        num_plain = self.leaves.size + self.join_slots.size + self.table_writes.size + self.token_writes.size
+        num_extra = sum(extra.num_words for extra in self.extras) if self.extras else 0
+        return num_plain + self.join_records.size + num_extra + _NUM_SECTIONS * _ALIGNMENT
 
     def write(self, words: Words, start: int) -> int:
         """Write header and contents, the latter from ``start`` on, where there is room. Returns the end."""
@@ -192,16 +192,16 @@ class Differences:
             return
         joins = (self.leaves, self.join_slots, self.join_records)
         yield _part(leaves=joins[0], join_slots=joins[1], join_records=joins[2])
-        size = (room - 6 * _ALIGNMENT) // 3
+        size = (room - _NUM_SECTIONS * _ALIGNMENT) // 3
         for first in range(0, len(self.table_writes), size):
             yield _part(table_writes=self.table_writes[first : first + size])
         yield _part(token_writes=self.token_writes)
         together: list[Extra] = []
-        left = room - 6 * _ALIGNMENT
+        left = room - _NUM_SECTIONS * _ALIGNMENT
         for extra in self.extras:
             if together and extra.num_words > left:
                 yield _part(extras=tuple(together))
-                together, left = [], room - 6 * _ALIGNMENT
+                together, left = [], room - _NUM_SECTIONS * _ALIGNMENT
             together.append(extra)
             left -= extra.num_words
         if together:
@@ -216,6 +216,9 @@ def room_needed(*, max_num_seqs: int, max_model_len: int, vocab_size: int, max_a
     extra = max(max_model_len, 2 * max_additions, -(-vocab_size // 32), bad_words_size) + differences.EXTRA_WORDS
     return max(_USUAL_ROOM, joins, token_writes, extra) + 16 * _ALIGNMENT
 
+
+_NUM_SECTIONS: Final = 6
+"""That differences are written into, each of which begins aligned: leaves, joins, their records, writes, extras."""
 
 _USUAL_ROOM: Final = 1 << 16
 """Histories of 30 prompts of 2,000 tokens, which penalties need: what joins at once should fit the arrays in turn."""

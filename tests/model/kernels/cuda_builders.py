@@ -60,7 +60,7 @@ class EagerDevice:
         self._num_cuts = num_cuts
 
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], ...]:
-        return (*[lambda: None] * self._num_cuts, run)
+        return (*[lambda: None] * self._num_cuts, torch.inference_mode()(run))
 
     def cut(self) -> None: ...
 

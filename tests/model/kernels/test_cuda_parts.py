@@ -146,6 +146,53 @@ async def test_a_fault_in_the_rest_ends_that_flight_alone(host: PlanHost) -> Non
     assert host.runner.statistics()["steps_failed"] == 1
 
 
+class HeldEvent:
+    """Is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None: ...
+
+
+async def test_a_step_that_breaks_off_ends_behind_what_was_enqueued(
+    host: PlanHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks go to others when it has ended, and its first parts may still write to them."""
+    event = HeldEvent()
+    monkeypatch.setattr(host.runner._device, "record", lambda *, blocking=False: event, raising=False)
+    with faults.armed("runner.launch_rest", error=MemoryError("no room")):
+        (flight,) = host.prefill(0, A)
+        for _ in range(10):
+            await asyncio.sleep(0)
+    was_done, num_out = flight.done(), host.runner.num_out
+    event.is_reached = True
+
+    with pytest.raises(MemoryError, match="no room"):
+        await flight
+    assert (was_done, num_out, host.runner.num_out) == (False, 1, 0)
+
+
+async def test_a_step_that_breaks_off_on_a_device_without_events_ends_at_once(
+    host: PlanHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what broke it, and not with what kept it from being watched."""
+
+    def record(*, blocking: bool = False) -> HeldEvent:
+        raise RuntimeError("no event")
+
+    with faults.armed("runner.launch_rest", error=MemoryError("no room")), monkeypatch.context() as patch:
+        patch.setattr(host.runner._device, "record", record, raising=False)
+        (flight,) = host.prefill(0, A)
+        await asyncio.sleep(0)
+
+    with pytest.raises(MemoryError, match="no room"):
+        await flight
+
+
 async def test_closing_enqueues_the_rest_first(host: PlanHost) -> None:
     """The step lands as any that is out."""
     (flight,) = host.prefill(0, A)
