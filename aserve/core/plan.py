@@ -98,8 +98,7 @@ class BatchPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the forward computes."""
-        num_rows = len(self.rows)
-        return num_rows + sum(len(chunk.tokens) for chunk in self.chunks) if self.chunks else num_rows
+        return len(self.rows) + sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

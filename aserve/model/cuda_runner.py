@@ -24,7 +24,7 @@ from aserve import faults
 from aserve.core.ids import StepNumber
 from aserve.core.plan import BatchPlan, BatchResult, Logprobs
 from aserve.device.event import DeviceEvent, Flight, Watcher, WatcherName, make_watcher
-from aserve.device.graphs import StepDevice
+from aserve.device.graphs import Replay, StepDevice
 from aserve.engine.ports import RunnerInfo
 from aserve.errors import DeviceLost
 from aserve.model.cuda_steps import MAX_ADDITIONS, CudaSteps
@@ -37,6 +37,9 @@ from aserve.model.sampler import MAX_TOP_LOGPROBS, SampledTokens, SamplingRows
 from aserve.model.slot_table import SlotTable
 from aserve.model.step_result import SampledPart, StepCounters, in_row_order, kind_of, sampled_part
 from aserve.model.step_words import Differences, Words, aligned
+
+_Rows = tuple[int, int, int, int]
+"""Of a prompt's log-probabilities; what each number is, whoever makes them says."""
 
 _STEP_MASK: Final = (1 << 32) - 1
 _NO_DIFFERENCES: Final = Differences.of(BatchPlan(step=StepNumber(0)), 0, 0)
@@ -106,16 +109,21 @@ class _Launched:
     launched_s: float
     number: int
     sampling: NDArray[np.intp]
-    prompts: tuple[tuple[int, int, int, int], ...]
+    prompts: tuple[_Rows, ...]
     deferred: _Deferred | None
 
 
 @dataclass(slots=True, eq=False)
 class _Rest:
-    """What a launch still has to enqueue: parts of the step, and what comes behind it."""
+    """What a launch still has to enqueue: parts of the step, and what comes behind it.
+
+    num_words: of the plan, which lie in the array that was taken last; 0 once they are on their way with the first
+    part. key: kind of step, for the prediction of its end.
+    """
 
     launched: _Launched
-    parts: deque[Callable[[], None]]
+    num_words: int
+    parts: deque[Replay]
     behind: Callable[[], None]
     watcher: Watcher
     key: Hashable
@@ -187,10 +195,12 @@ class CudaRunner:
         watcher: WatcherName = "auto",
         samples_on_host: bool = False,
         host_table: SlotTable | None = None,
+        begins_later: bool = True,
         start_seconds: Mapping[str, float] | None = None,
     ) -> None:
         """steps: with all graphs made. samples_on_host: whether plans may defer rows. host_table: that of a runner of
-        the same slots. start_seconds: for statistics."""
+        the same slots. begins_later: whether a step in parts may leave the first one to the loop's next turn, too; not
+        where steps are launched just before the work that is out has ended. start_seconds: for statistics."""
         limits = steps.limits
         self._steps = steps
         self._kv = kv
@@ -200,6 +210,7 @@ class CudaRunner:
         self._watcher: Watcher | None = None
         self._old_watchers: list[Watcher] = []
         self._is_closed = False
+        self._begins_later = begins_later
         self._staging = _Staging(device, limits.ring_steps, steps.words)
         self._ring_NS: NDArray[np.int64] = steps.ring_RS.numpy()
         num_top = min(MAX_TOP_LOGPROBS, info.vocab_size)
@@ -252,39 +263,42 @@ class CudaRunner:
         return num_watched + (self._rest is not None)
 
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
-        """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being enqueued.
+        """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being begun.
 
-        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too, if the
-        step has chunks and another is out, so that the device does not wait for it. What keeps the later ones from
-        being enqueued ends the flight. is_beside: another stream is at work, which makes a step longer.
+        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too, where
+        ``begins_later`` allows it, if the step has chunks and another is out, so that the device does not wait for it.
+        What fails from then on ends the flight. is_beside: another stream is at work, which makes a step longer.
         """
         while self._rest is not None:
             self._launch_part(self._rest)
         started_s = time.perf_counter()
         faults.hit("runner.launch")
-        watcher = self._watcher_of_loop()
-        flight = CudaFlight(plan.step)
-        event: DeviceEvent | None = None
+        watcher, flight = self._watcher_of_loop(), CudaFlight(plan.step)
         try:
-            size = self._steps.size_of(plan) if plan.num_tokens else None
-            with self._device.scope():
-                launched, parts, behind = self._enqueue(plan, size, flight, started_s)
-                if not parts:
-                    behind()
-                    event = self._device.record(blocking=watcher.wants_blocking_events)
+            rest = self._prepare(plan, flight, started_s, watcher, is_beside)
+            has_time = self._begins_later and plan.chunks and len(rest.parts) > 1 and self.num_out
+            if not has_time:
+                self._begin(rest)
         except Exception as error:
             self._counters.num_failed += 1
             raise self._device.explain(error) from error
-        self._num_enqueued = launched.number
+        self._num_enqueued = rest.launched.number
         self._num_launches += 1
-        key = (*size, is_beside) if size is not None else None
-        if event is not None:
-            self._watch(event, launched, watcher, key)
-        else:
-            self._rest = _Rest(launched, deque(parts), behind, watcher, key)
-            watcher.loop.call_soon(self._go_on, self._rest)
+        if rest.parts:
+            self._rest = rest
+            watcher.loop.call_soon(self._go_on, rest)
         self._note_go(time.perf_counter() - started_s)
         return flight
+
+    def _begin(self, rest: _Rest) -> None:
+        """Enqueue the first part, or raise what kept it from being enqueued."""
+        try:
+            self._go(rest)
+        except Exception as error:
+            if rest.num_words:
+                raise
+            rest.parts.clear()
+            self._break_off(rest, self._device.explain(error))
 
     def _go_on(self, rest: _Rest) -> None:
         """The loop's turn for the next part, unless another launch or the end has taken all of them along."""
@@ -294,34 +308,49 @@ class CudaRunner:
             rest.watcher.loop.call_soon(self._go_on, rest)
 
     def _launch_part(self, rest: _Rest) -> None:
-        watcher, event = rest.watcher, None
-        if watcher.loop.is_closed():
+        if rest.watcher.loop.is_closed():
             self._rest = None  # nobody waits for the step, whose slots are given up
             return
         started_s = time.perf_counter()
         try:
             faults.hit("runner.launch_rest")
-            with self._device.scope():
-                rest.parts.popleft()()
-                if not rest.parts:
-                    rest.behind()
-                    event = self._device.record(blocking=watcher.wants_blocking_events)
+            self._go(rest)
         except Exception as error:
             self._rest = None
             self._break_off(rest, self._device.explain(error))
             return
-        if event is not None:
+        if not rest.parts:
             self._rest = None
-            self._watch(event, rest.launched, watcher, rest.key)
         self._note_go(time.perf_counter() - started_s)
 
+    def _go(self, rest: _Rest) -> None:
+        """Enqueue the next part, the words ahead of the first one, and behind the last one what belongs there."""
+        with self._device.scope():
+            if rest.num_words:
+                self._staging.send(rest.num_words)
+            if rest.parts:
+                rest.parts.popleft()()
+            rest.num_words = 0
+            if rest.parts:
+                return
+            rest.behind()
+            event = self._device.record(blocking=rest.watcher.wants_blocking_events)
+        self._watch(event, rest.launched, rest.watcher, rest.key)
+
     def _break_off(self, rest: _Rest, error: Exception) -> None:
-        """End a step of which parts may be running; not before they have, since its blocks go to others then."""
+        """End a step that was launched. Not before what was enqueued of it has run, since its blocks go to others then;
+        and what it changes in the slot table is changed all the same, since the next steps rely on it."""
         fail = partial(self._fail, rest.launched.flight)
         try:
-            event = self._device.record(blocking=rest.watcher.wants_blocking_events)
-        except Exception:  # nothing will run any more
-            fail(error)
+            with self._device.scope():
+                if rest.num_words:
+                    self._staging.send(rest.num_words)
+                    self._steps.apply_words()
+                event = self._device.record(blocking=rest.watcher.wants_blocking_events)
+        except Exception as fault:
+            lost = DeviceLost(f"A step broke off ({error}), and what became of it is not known: {fault}")
+            lost.__cause__ = error
+            fail(lost)
             return
         self._staging.fence(event)
         rest.watcher.watch(event, partial(fail, error), fail)
@@ -377,50 +406,34 @@ class CudaRunner:
 
     # --- launching
 
-    def _enqueue(
-        self, plan: BatchPlan, size: tuple[int, int, bool] | None, flight: CudaFlight, started_s: float
-    ) -> tuple[_Launched, Sequence[Callable[[], None]], Callable[[], None]]:
-        """The step, or all that a plan without tokens (and so without a size) asks for. Returns what is still to be
-        enqueued: parts of the step that are left for the loop's next turns, and what comes behind them."""
+    def _prepare(
+        self, plan: BatchPlan, flight: CudaFlight, started_s: float, watcher: Watcher, is_beside: bool
+    ) -> _Rest:
+        """Write the plan's words, and say what is to be enqueued. What is more than an array holds, and all that a plan
+        without tokens asks for, is enqueued at once."""
         steps = self._steps
         faults.hit("runner.forward")
+        size = steps.size_of(plan) if plan.num_tokens else None
         differences = Differences.of(plan, self._info.vocab_size, MAX_ADDITIONS)
         # Not the plan's: of these, another stream's lie between those that are out together.
         number = self._num_enqueued + 1
         deferred = self._deferred_rows(plan, number)
-        if differences.num_words > steps.room:
+        if size is None or differences.num_words > steps.room:
             self._apply_in_parts(differences)
             differences = _NO_DIFFERENCES
-        if size is None:
-            self._apply_in_parts(differences)
-            launched = _Launched(
-                plan=plan,
-                flight=flight,
-                launched_s=started_s,
-                number=number,
-                sampling=np.empty(0, np.intp),
-                prompts=(),
-                deferred=None,
-            )
-            return launched, (), lambda: None
-
-        step = steps.step(size)
-        words = self._staging.take()
-        words[:2].view(np.int64)[0] = number
-        sampling = step.layout.write(words, plan, steps.nobody)
-        end = differences.write(words, step.layout.end)
-        end, prompts, pieces = self._write_prompt_rows(words, end, plan)
-        first, *others = step.replays
-
-        def begin() -> None:
-            self._staging.send(end)
-            first()
-
-        if others and plan.chunks and self.num_out:
-            others.insert(0, begin)  # to write the words took as long as a part does
-        else:
-            begin()
-        self._counters.num_tokens_computed += plan.num_tokens
+        num_words, sampling = 0, np.empty(0, np.intp)
+        replays: tuple[Replay, ...] = ()
+        prompts: tuple[_Rows, ...] = ()
+        pieces: list[_Rows] = []
+        if size is not None:
+            step = steps.step(size)
+            words = self._staging.take()
+            words[:2].view(np.int64)[0] = number
+            sampling = step.layout.write(words, plan, steps.nobody)
+            end = differences.write(words, step.layout.end)
+            num_words, prompts, pieces = self._write_prompt_rows(words, end, plan)
+            replays = step.replays
+            self._counters.num_tokens_computed += plan.num_tokens
         launched = _Launched(
             plan=plan,
             flight=flight,
@@ -430,9 +443,16 @@ class CudaRunner:
             prompts=prompts,
             deferred=deferred,
         )
-        return launched, others, partial(self._read_logits, launched, pieces)
+        return _Rest(
+            launched=launched,
+            num_words=num_words,
+            parts=deque(replays),
+            behind=partial(self._read_logits, launched, pieces),
+            watcher=watcher,
+            key=(*size, is_beside) if size is not None else None,
+        )
 
-    def _read_logits(self, launched: _Launched, pieces: Sequence[tuple[int, int, int, int]]) -> None:
+    def _read_logits(self, launched: _Launched, pieces: Sequence[_Rows]) -> None:
         """What is wanted of a step's logits beside tokens, behind it on the stream."""
         plan, deferred, steps = launched.plan, launched.deferred, self._steps
         if deferred is None and plan.logprobs_k < 0 and not pieces:
@@ -451,15 +471,14 @@ class CudaRunner:
 
     def _apply_in_parts(self, differences: Differences) -> None:
         """Change the slot table ahead of a step, or without one."""
-        for part in differences.parts(self._steps.room):
-            words = self._staging.take()
-            self._staging.send(part.write(words, HEADER_WORDS))
-            self._steps.apply_words()
-            self._staging.fence(self._device.record())
+        with self._device.scope():
+            for part in differences.parts(self._steps.room):
+                words = self._staging.take()
+                self._staging.send(part.write(words, HEADER_WORDS))
+                self._steps.apply_words()
+                self._staging.fence(self._device.record())
 
-    def _write_prompt_rows(
-        self, words: Words, end: int, plan: BatchPlan
-    ) -> tuple[int, tuple[tuple[int, int, int, int], ...], list[tuple[int, int, int, int]]]:
+    def _write_prompt_rows(self, words: Words, end: int, plan: BatchPlan) -> tuple[int, tuple[_Rows, ...], list[_Rows]]:
         """Which tokens' log-probabilities chunks ask for, behind everything else.
 
         Returns the end, ``_Launched.prompts``, and the pieces to compute: first row, place of rows, of targets, number.
@@ -492,6 +511,11 @@ class CudaRunner:
             if plan.deferred.any():
                 raise ValueError("the plan defers rows to a runner that was made to sample on the device")
             return None
+        with torch.inference_mode():  # in which its tensors were made
+            return self._followed(table, plan, logits_NRV[number % len(logits_NRV)])
+
+    @staticmethod
+    def _followed(table: SlotTable, plan: BatchPlan, logits_RV: Tensor) -> "_Deferred | None":
         table.apply(plan)
         rows = np.flatnonzero(plan.deferred)
         if not len(rows):
@@ -499,7 +523,7 @@ class CudaRunner:
         last = [(chunk.slot, chunk.start + len(chunk.tokens) - 1) for chunk in plan.chunks if chunk.last]
         places = np.concatenate([plan.rows, np.array(last, np.int32).reshape(-1, 2)]).astype(np.int64)[rows]
         params = table.sampling_rows(places[:, 0], places[:, 1])
-        return _Deferred(rows=rows, logits_RV=logits_NRV[number % len(logits_NRV), : len(rows)], params=params)
+        return _Deferred(rows=rows, logits_RV=logits_RV[: len(rows)], params=params)
 
     def _copy_logits(self, deferred: _Deferred, sequences: NDArray[np.intp]) -> None:
         """Enqueue a copy for each run of neighbours: of decode rows there is one, few chunks lie between others."""

@@ -130,6 +130,7 @@ def _load(
             info,
             watcher=options.device_wait,
             samples_on_host=scheduler.sampler == "host",
+            begins_later=scheduler.policy != "late",
             start_seconds=clock.laps,
         )
         runner.warm_up()

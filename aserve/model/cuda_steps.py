@@ -96,8 +96,8 @@ class CudaSteps:
         )
         largest = StepLayout.of(limits.max_num_seqs, num_tokens, has_chunks=True)
         # Behind a step's own sections and differences: rows and targets of the prompt's log-probabilities.
-        # Whoever launches a step writes to no other tensor, and so need not go through inference mode, which takes as
-        # long as a tenth of a launch.
+        # A launch of most steps writes to no other tensor, and so need not go through inference mode, which takes as
+        # long as a tenth of it.
         with torch.inference_mode(False):
             self.words = self._ints(largest.end + self.room + 2 * aligned(num_tokens + num_rows))
         self.ring_RS = device.pinned(limits.ring_steps, limits.max_num_seqs, dtype=torch.int64)

@@ -85,9 +85,10 @@ def join_lanes(
     *,
     watcher: WatcherName = "auto",
     samples_on_host: bool = False,
+    begins_later: bool = True,
     start_seconds: Mapping[str, float] | None = None,
 ) -> CudaRunner | CudaStreams:
-    """A runner of what ``make_lanes`` made, all graphs captured."""
+    """A runner of what ``make_lanes`` made, all graphs captured. The options are ``CudaRunner``'s."""
     runners: list[CudaRunner] = []
     for lane in lanes:
         runner = CudaRunner(
@@ -97,6 +98,7 @@ def join_lanes(
             device=lane.device,
             watcher=watcher,
             samples_on_host=samples_on_host,
+            begins_later=begins_later,
             host_table=runners[0].host_table if runners else None,
             start_seconds=start_seconds if not runners else None,
         )

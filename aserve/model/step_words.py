@@ -157,7 +157,7 @@ class Differences:
     def num_words(self) -> int:
         """At most so many, alignment included."""
         num_plain = self.leaves.size + self.join_slots.size + self.table_writes.size + self.token_writes.size
-        num_extra = sum(extra.num_words for extra in self.extras) if self.extras else 0
+        num_extra = sum(extra.num_words for extra in self.extras)
         return num_plain + self.join_records.size + num_extra + _NUM_SECTIONS * _ALIGNMENT
 
     def write(self, words: Words, start: int) -> int:

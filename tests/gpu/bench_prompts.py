@@ -4,8 +4,8 @@
 
 Products by the library, norms and SiLU by our kernels, as ``CudaDecoder`` has them in steps with chunks; random
 weights, eight layers in one graph. *cool* is behind five milliseconds of copies, as a step of prompts comes between
-steps of rows; *hot* the second half of a quarter of a second of nothing else, as when many prompts come together, with
-the clock and the power that ``nvidia-smi`` shows meanwhile.
+steps of rows; *hot* from an eighth of a second of nothing else on, as when many prompts come together, with the clock
+and the power that ``nvidia-smi`` shows then.
 """
 
 import argparse
@@ -30,6 +30,7 @@ COPIES: Final = 10
 COPY_BYTES: Final = 1 << 30
 """Half a millisecond each."""
 HOT_S: Final = 0.25
+CLOCK_AND_POWER: Final = ("nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader")
 
 
 class Layers:
@@ -85,14 +86,19 @@ def cool_us(graph: torch.cuda.CUDAGraph, copied_to: Tensor, copied: Tensor) -> f
     return statistics.median(begin.elapsed_time(end) for begin, end in found) * 1e3
 
 
-def hot_us(graph: torch.cuda.CUDAGraph) -> float:
-    """The graph's time when it has run for a while, the median."""
+def hot_us(graph: torch.cuda.CUDAGraph) -> tuple[float, str]:
+    """The graph's time when it has run for a while, the median; and the clock and power that the driver tells then."""
     found = []
+    asked: subprocess.Popen[str] | None = None
     started_s = time.perf_counter()
-    while time.perf_counter() - started_s < HOT_S:
+    while asked is None or asked.poll() is None:
         found += [_replayed(graph) for _ in range(4)]
         torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in found[len(found) // 2 :]) * 1e3
+        if asked is None and time.perf_counter() - started_s > HOT_S:
+            num_warm = len(found)
+            asked = subprocess.Popen(CLOCK_AND_POWER, stdout=subprocess.PIPE, text=True)
+    times = [begin.elapsed_time(end) for begin, end in found[num_warm // 2 :]]
+    return statistics.median(times) * 1e3, asked.communicate()[0].strip()
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -101,12 +107,6 @@ def _replayed(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda
     graph.replay()
     end.record()
     return begin, end
-
-
-def clock_and_power() -> "subprocess.Popen[str]":
-    """Asked for now; told some tens of milliseconds later."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
-    return subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
 
 
 def main() -> None:
@@ -122,9 +122,8 @@ def main() -> None:
         for num_tokens in options.tokens:
             graph = captured(partial(layers.run, num_tokens))
             cool = cool_us(graph, copied_to, copied) / NUM_LAYERS
-            asked = clock_and_power()
-            hot = hot_us(graph) / NUM_LAYERS
-            told = asked.communicate()[0].strip()
+            hot, told = hot_us(graph)
+            hot /= NUM_LAYERS
             rates = [layers.num_flops(num_tokens) / us / 1e6 for us in (cool, hot)]
             say(
                 f"{shape.name} {num_tokens:5} tokens: cool {cool:7.1f} us a layer, {rates[0]:4.0f} TFLOP/s; "

@@ -60,6 +60,7 @@ class EagerDevice:
         self._num_cuts = num_cuts
 
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], ...]:
+        # A graph's kernels ask for no mode; torch's functions, which stand for some of them here, do.
         return (*[lambda: None] * self._num_cuts, torch.inference_mode()(run))
 
     def cut(self) -> None: ...
@@ -96,6 +97,7 @@ def make_runner(
     has_short_form: bool | None = None,
     attention: AttentionBackend | None = None,
     num_cuts: int = 0,
+    begins_later: bool = True,
 ) -> CudaRunner:
     """All of the cache that no sequence has written is NaN.
 
@@ -112,6 +114,7 @@ def make_runner(
         samples_on_host=samples_on_host,
         has_short_form=has_short_form,
         attention=attention,
+        begins_later=begins_later,
     )
     assert isinstance(runner, CudaRunner)
     return runner
@@ -137,6 +140,7 @@ def _make(
     samples_on_host: bool = False,
     has_short_form: bool | None = None,
     attention: AttentionBackend | None = None,
+    begins_later: bool = True,
 ) -> CudaRunner | CudaStreams:
     sizes = sizes or Sizes()
     config = ModelConfig.from_folder(folder)
@@ -192,7 +196,8 @@ def _make(
         block_size=sizes.block_size,
         max_num_seqs=sizes.max_num_seqs,
     )
-    return join_lanes(lanes, kv, info, samples_on_host=samples_on_host)
+    with torch.inference_mode():  # as at a start
+        return join_lanes(lanes, kv, info, samples_on_host=samples_on_host, begins_later=begins_later)
 
 
 class PlanHost:

@@ -10,7 +10,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from cuda_builders import EagerDevice, PlanHost, make_runner, tokens_of
+from cuda_builders import EagerDevice, PlanHost, chunk_of, join, make_runner, tokens_of
 from families import hf_model, prompt, save
 
 from aserve import faults
@@ -18,6 +18,7 @@ from aserve.device.graphs import CudaDevice
 from aserve.errors import DeviceLost
 from aserve.model import cuda_decoder
 from aserve.model.kernels.differences import HEADER_WORDS
+from aserve.model.kernels.slots import POSITION
 
 pytestmark = [
     pytest.mark.torch,
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered:RuntimeWarning"),
 ]
 
-A = prompt(13, seed=3)
+A, B = prompt(13, seed=3), prompt(9, seed=1)
 NUM_LAYERS = 3
 
 
@@ -74,15 +75,13 @@ async def test_tokens_are_those_of_steps_in_one_part(
 ) -> None:
     """Launched far ahead, where the next launch comes before the loop's turn, and each by itself."""
     whole = PlanHost(make_runner(folder, has_short_form=has_short_form))
-    expected = await whole.generate(0, A, 6)
+    expected = await whole.generate(0, A, 2)
     await whole.runner.aclose()
     monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
     monkeypatch.setattr(cuda_decoder, "SHORT_LAYERS_A_LAUNCH", 1)
     host = PlanHost(make_runner(folder, has_short_form=has_short_form, num_cuts=NUM_LAYERS - 1))
-    ahead = await host.generate(1, A, 6, chunk=4)
-    alone = tokens_of(await host.prefill(2, A)[-1])
-    for step in range(5):
-        alone += tokens_of(await host.launch(rows=[(2, len(A) + step)]))
+    ahead = await host.generate(1, A, 2, chunk=4)
+    alone = tokens_of(await host.prefill(2, A)[-1]) + tokens_of(await host.launch(rows=[(2, len(A))]))
     await host.runner.aclose()
 
     assert ahead == alone == expected
@@ -109,23 +108,29 @@ async def test_chunks_beside_another_step_wait_for_the_loop_with_all_parts(
 ) -> None:
     """Their words are written at once and enqueued later; those of rows are copied in the same go."""
     runner, turn = host.runner, [0]
-    slots = runner._steps.words[HEADER_WORDS:]  # of the step whose words were copied last
+
+    def slots(count: int) -> list[int]:
+        """Of the step whose words were copied last."""
+        runner._device.synchronize()
+        found: list[int] = runner._steps.words[HEADER_WORDS:][:count].tolist()
+        return found
+
     turns: list[int] = []
     monkeypatch.setattr(runner, "_note_go", lambda seconds: turns.append(turn[0]))
     (first,) = host.prefill(0, A)
     (second,) = host.prefill(1, A[:5])  # ahead of which the first one's parts go
     turns.clear()
-    before = slots[0].item()
+    before = slots(1)
     for turn[0] in range(1, NUM_LAYERS + 1):
         await asyncio.sleep(0)
-    after_chunks = slots[0].item()
+    after_chunks = slots(1)
     tokens = [tokens_of(await flight) for flight in (first, second)]
     third = host.launch(rows=[(0, len(A))])
     fourth = host.launch(rows=[(0, len(A) + 1), (1, 5)])
-    after_rows = slots[:2].tolist()
+    after_rows = slots(2)
 
     assert turns[:NUM_LAYERS] == list(range(1, NUM_LAYERS + 1))
-    assert (before, after_chunks, after_rows) == (0, 1, [0, 1])
+    assert (before, after_chunks, after_rows) == ([0], [1], [0, 1])
     assert [len(each) for each in tokens] == [1, 1]
     assert [len(tokens_of(await flight)) for flight in (third, fourth)] == [1, 2]
 
@@ -176,21 +181,63 @@ async def test_a_step_that_breaks_off_ends_behind_what_was_enqueued(
     assert (was_done, num_out, host.runner.num_out) == (False, 1, 0)
 
 
-async def test_a_step_that_breaks_off_on_a_device_without_events_ends_at_once(
-    host: PlanHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With what broke it, and not with what kept it from being watched."""
-
-    def record(*, blocking: bool = False) -> HeldEvent:
-        raise RuntimeError("no event")
-
-    with faults.armed("runner.launch_rest", error=MemoryError("no room")), monkeypatch.context() as patch:
-        patch.setattr(host.runner._device, "record", record, raising=False)
-        (flight,) = host.prefill(0, A)
-        await asyncio.sleep(0)
+async def test_a_newcomer_whose_step_was_never_begun_has_its_slot(host: PlanHost) -> None:
+    """The next step, which may list it already, does not run with what the slot's last owner left there."""
+    runner = host.runner
+    await host.prefill(0, A)[-1]
+    (other,) = host.prefill(1, A)
+    writes = host.table(0, 16)
+    with faults.armed("runner.launch_rest", after=NUM_LAYERS - 1, error=MemoryError("no room")):
+        newcomer = host.launch(
+            leaves=[0], joins=(join(0, B),), table_writes=writes, chunks=(chunk_of(0, B, 0, len(B)),)
+        )
+        beside = host.launch(rows=[(1, len(A))])
 
     with pytest.raises(MemoryError, match="no room"):
-        await flight
+        await newcomer
+    assert [len(tokens_of(await flight)) for flight in (other, beside)] == [1, 1]
+    runner._device.synchronize()
+    assert runner._steps.table.block_tables_SB[0, : len(writes)].tolist() == [block for _, _, block in writes]
+    assert runner._steps.table.records_SW[0, POSITION.value].item() == 0
+
+
+@pytest.mark.parametrize("broken", ["record", "apply_words"])
+async def test_a_step_of_which_nothing_can_be_known_loses_the_device(
+    broken: str, host: PlanHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither whether its blocks are free nor what the slots hold: at once, and with what began it."""
+
+    def fails(**options: bool) -> HeldEvent:
+        raise RuntimeError("no event")
+
+    (first,) = host.prefill(0, A)
+    with faults.armed("runner.launch_rest", after=NUM_LAYERS - 1, error=MemoryError("no room")):
+        (second,) = host.prefill(1, B)  # begun in the loop's next turn
+        owner = host.runner._device if broken == "record" else host.runner._steps
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, broken, fails, raising=False)
+            await asyncio.sleep(0)
+    was_done = second.done()
+
+    with pytest.raises(DeviceLost, match=r"no room.*no event"):
+        await second
+    assert was_done
+    assert len(tokens_of(await first)) == 1
+
+
+async def test_chunks_may_have_to_begin_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a launch comes just before the end of what is out."""
+    monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
+    host = PlanHost(make_runner(folder, num_cuts=NUM_LAYERS - 1, begins_later=False))
+    runner, goes = host.runner, [0]
+    flights = host.prefill(0, A) + host.prefill(1, B)
+    monkeypatch.setattr(runner, "_note_go", lambda seconds: goes.append(goes[-1] + 1))
+    for _ in range(2 * NUM_LAYERS):
+        await asyncio.sleep(0)
+
+    assert goes[-1] == NUM_LAYERS - 1
+    assert [len(tokens_of(await flight)) for flight in flights] == [1, 1]
+    await runner.aclose()
 
 
 async def test_closing_enqueues_the_rest_first(host: PlanHost) -> None:

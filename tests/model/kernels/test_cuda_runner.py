@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 @pytest.fixture
-async def host(model: Model) -> AsyncIterator[PlanHost]:
-    runner = make_runner(model.folder)
+async def host(model: Model, request: pytest.FixtureRequest) -> AsyncIterator[PlanHost]:
+    """Of steps with so many cuts: a parameter, or none."""
+    runner = make_runner(model.folder, num_cuts=getattr(request, "param", 0))
     yield PlanHost(runner)
     await runner.aclose()
 
@@ -210,6 +212,7 @@ async def test_sampling_is_the_cpu_runners(host: PlanHost, cpu: PlanHost) -> Non
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("host", [0, 2], indirect=True)
 async def test_differences_too_many_for_one_array_go_ahead_in_parts(host: PlanHost, model: Model) -> None:
     """Joins first, then writes and what single joins bring, each part by a launch of its own."""
     host.runner._steps.room = 200  # a slot's record, and little else
@@ -223,6 +226,7 @@ async def test_differences_too_many_for_one_array_go_ahead_in_parts(host: PlanHo
     assert tokens == [a[0], 3, a[1]]
 
 
+@pytest.mark.parametrize("host", [0, 2], indirect=True)
 async def test_logprobs_of_tokens_and_prompts(host: PlanHost, model: Model) -> None:
     """Under the model's own distribution, with the likeliest alternatives."""
     flights = [
@@ -244,11 +248,19 @@ async def test_logprobs_of_tokens_and_prompts(host: PlanHost, model: Model) -> N
     assert last.logprobs.top_ids.tolist() == [expected[-1].topk(3).indices.tolist()]
 
 
-async def test_rows_that_the_host_samples(model: Model) -> None:
+@pytest.mark.parametrize("num_cuts", [0, 2])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, frequency_penalty=0.5),
+        SamplingParams(temperature=0, bad_words=((5,), (7, 8))),
+        SamplingParams(temperature=0, logit_bias=((5, 30.0),)),
+    ],
+)
+async def test_rows_that_the_host_samples(params: SamplingParams, num_cuts: int, model: Model) -> None:
     """Their tokens are those of the device's sampler, and come back with the next plan."""
-    runner = make_runner(model.folder, samples_on_host=True)
+    runner = make_runner(model.folder, samples_on_host=True, num_cuts=num_cuts)
     host = PlanHost(runner)
-    params = SamplingParams(temperature=0, frequency_penalty=0.5)
     on_device = await host.generate(0, A, 4, params=params)
 
     tokens = []
@@ -362,6 +374,18 @@ async def test_a_lost_device_is_told_from_a_failed_launch(host: PlanHost, monkey
     assert host.runner.statistics()["steps_failed"] == 2
 
 
+async def test_a_step_without_its_logprobs_ends_as_any(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its flight: what it computes is on its way already. The next ones go on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(host.runner._logprobs, "compute", lambda *args: 1 / 0)
+        flight = host.launch(joins=(join(3, B),), chunks=(chunk_of(3, B, 0, 9),), logprobs_k=0)
+
+    with pytest.raises(ZeroDivisionError):
+        await flight
+    assert len((await host.prefill(1, A)[-1]).tokens) == 1
+    assert host.runner.statistics()["steps_failed"] == 1
+
+
 async def test_a_launch_that_breaks_off_behind_its_copy_holds_its_array(
     host: PlanHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,9 +399,10 @@ async def test_a_launch_that_breaks_off_behind_its_copy_holds_its_array(
 
     monkeypatch.setattr(runner._device, "synchronize", counted, raising=False)
     with monkeypatch.context() as patch:
-        patch.setattr(runner._logprobs, "compute", lambda *args: 1 / 0)
+        step = replace(next(iter(runner._steps._steps.values())), replays=(lambda: 1 / 0,))
+        patch.setattr(runner._steps, "step", lambda size: step)
         with pytest.raises(ZeroDivisionError):
-            host.launch(joins=(join(3, B),), chunks=(chunk_of(3, B, 0, 9),), logprobs_k=0)
+            host.launch(joins=(join(3, B),), chunks=(chunk_of(3, B, 0, 9),))
     for _ in range(2 * num_arrays):
         num_waits.append(0)
         await host.launch(leaves=[3])

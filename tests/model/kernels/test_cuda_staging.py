@@ -32,8 +32,8 @@ class PendingEvent:
 
 @pytest.mark.parametrize("num_words", [1, 255, 256, 257, 512, 999, NUM_WORDS])
 def test_what_was_written_arrives(num_words: int) -> None:
-    """All of it, from the array that was taken last, and never past the target's end."""
-    target = torch.zeros(NUM_WORDS, dtype=torch.int32)
+    """All of it, from the array that was taken last; of a small plan not the whole array."""
+    target = torch.full((NUM_WORDS,), -1, dtype=torch.int32)
     staging = _Staging(EagerDevice(), 2, target)
     for turn in range(3):
         staging.take()[:num_words] = range(turn, turn + num_words)
@@ -41,6 +41,7 @@ def test_what_was_written_arrives(num_words: int) -> None:
         staging.fence(PendingEvent())
 
         assert target[:num_words].tolist() == list(range(turn, turn + num_words))
+        assert (target[max(256, 2 * num_words) :] == -1).all()
 
 
 def test_an_array_is_free_when_its_copy_was_made() -> None:

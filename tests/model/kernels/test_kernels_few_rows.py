@@ -100,7 +100,7 @@ def test_norm_gate_and_up(num_rows: int, size: int, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("num_multiprocessors", [1, 132])
-@pytest.mark.parametrize(("num_inputs", "has_bias"), [(1536, False), (4096, True)])
+@pytest.mark.parametrize(("num_inputs", "has_bias"), [(1536, False), (4096, True), (9224, False)])
 def test_product_and_residual(num_rows: int, num_multiprocessors: int, num_inputs: int, has_bias: bool) -> None:
     """The residual grows by the product, and all that the next norm takes of it is there: in one part or several."""
     products, gain_C = make_products(576, num_multiprocessors=num_multiprocessors), gain(576, 4)
