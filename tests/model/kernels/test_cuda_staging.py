@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 from cuda_builders import EagerDevice
 
-from aserve.model.cuda_runner import _Staging
+from aserve.model.cuda_pinned import Staging
 
 pytestmark = pytest.mark.torch
 
@@ -34,7 +34,7 @@ class PendingEvent:
 def test_what_was_written_arrives(num_words: int) -> None:
     """All of it, from the array that was taken last; of a small plan not the whole array."""
     target = torch.full((NUM_WORDS,), -1, dtype=torch.int32)
-    staging = _Staging(EagerDevice(), 2, target)
+    staging = Staging(EagerDevice(), 2, target)
     for turn in range(3):
         staging.take()[:num_words] = range(turn, turn + num_words)
         staging.send(num_words)
@@ -46,7 +46,7 @@ def test_what_was_written_arrives(num_words: int) -> None:
 
 def test_an_array_is_free_when_its_copy_was_made() -> None:
     """Not before: whoever takes it waits for the event behind the copy, once."""
-    staging = _Staging(EagerDevice(), 2, torch.zeros(NUM_WORDS, dtype=torch.int32))
+    staging = Staging(EagerDevice(), 2, torch.zeros(NUM_WORDS, dtype=torch.int32))
     events = []
     for _ in range(5):
         staging.take()
@@ -65,7 +65,7 @@ def test_a_copy_without_an_event_is_waited_for_by_the_whole_stream(monkeypatch: 
         num_waits[0] += 1
 
     monkeypatch.setattr(device, "synchronize", synchronize)
-    staging = _Staging(device, 1, torch.zeros(NUM_WORDS, dtype=torch.int32))
+    staging = Staging(device, 1, torch.zeros(NUM_WORDS, dtype=torch.int32))
     staging.take()
     staging.send(8)
     assert num_waits == [0]
