@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from aserve import faults
-from aserve.core.options import CPU_BATCHED_TOKENS, SchedulerOptions, gpu_batched_tokens
+from aserve.core.options import GPU_NUM_SEQS, SchedulerOptions, gpu_batched_tokens
 from aserve.engine.options import EngineOptions
 from aserve.errors import ConfigError
 from aserve.model.options import ModelOptions
@@ -89,7 +89,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "limits.offload_bytes": (0, 1 << 30),
         "limits.num_workers": (1, 64),
         "limits.max_pending_work": (1, 1 << 16),
-        "scheduler.max_num_seqs": (1, 4096),
+        "scheduler.max_num_seqs": (0, 4096),
         "scheduler.max_num_batched_tokens": (0, 1 << 20),
         "scheduler.max_model_len": (0, 1 << 24),
         "scheduler.block_size": (1, 1024),
@@ -161,20 +161,21 @@ class Config:
             )
 
     def on(self, device: Literal["CPU", "GPU"], num_layer_parameters: int | None = None) -> "Config":
-        """With the token budget that this device takes where it is left open; the origin then says so.
+        """With the sequences and the token budget that this device takes where they are left open; their origins then
+        say so.
 
         num_layer_parameters: as for ``gpu_batched_tokens``.
         """
-        if self.scheduler.max_num_batched_tokens:
-            return self
-        name = "scheduler.max_num_batched_tokens"
-        usual = gpu_batched_tokens(num_layer_parameters) if device == "GPU" else CPU_BATCHED_TOKENS
-        origin = f"{self.origins.get(name, 'default')} (0), decided for this {device}"
-        return dataclasses.replace(
-            self,
-            scheduler=self.scheduler.with_token_budget(usual),
-            origins=MappingProxyType({**self.origins, name: origin}),
-        )
+        scheduler = self.scheduler.with_sizes()
+        if device == "GPU":
+            budget = gpu_batched_tokens(num_layer_parameters)
+            scheduler = self.scheduler.with_sizes(num_seqs=GPU_NUM_SEQS, num_batched_tokens=budget)
+        origins = {
+            name: f"{self.origins.get(name, 'default')} (0), decided for this {device}"
+            for name in ("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens")
+            if not getattr(self.scheduler, name.removeprefix("scheduler."))
+        }
+        return dataclasses.replace(self, scheduler=scheduler, origins=MappingProxyType({**self.origins, **origins}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

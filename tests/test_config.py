@@ -299,11 +299,29 @@ def test_the_device_decides_the_token_budget(
     assert (setting.value, setting.origin) == (str(on_gpu), "default (0), decided for this GPU")
 
 
-def test_a_token_budget_that_is_set_is_no_devices_business() -> None:
-    """Neither the value nor its origin changes."""
-    config = load_config(command_line=given_on_command_line(scheduler__max_num_batched_tokens="700"))
+@pytest.mark.parametrize(
+    ("budget", "on_cpu", "on_gpu"),
+    [(0, (64, 512), (256, 1024)), (700, (64, 700), (256, 700)), (100, (64, 100), (68, 100)), (40, (8, 40), (8, 40))],
+)
+def test_the_device_decides_how_many_sequences_run(
+    budget: int, on_cpu: tuple[int, int], on_gpu: tuple[int, int]
+) -> None:
+    """Unless somebody sets it, and no more than a budget that is set has room for beside a block."""
+    config = load_config(keywords={"scheduler.max_num_batched_tokens": budget})
+    found = [config.on(device).scheduler for device in ("CPU", "GPU")]
+    (setting,) = [each for each in config.on("GPU").settings() if each.name == "scheduler.max_num_seqs"]
 
-    assert config.on("GPU") is config
+    assert [(each.max_num_seqs, each.max_num_batched_tokens) for each in found] == [on_cpu, on_gpu]
+    assert setting.origin == "default (0), decided for this GPU"
+
+
+def test_what_is_set_is_no_devices_business() -> None:
+    """Neither the values nor their origins change."""
+    given = given_on_command_line(scheduler__max_num_seqs="8", scheduler__max_num_batched_tokens="700")
+    config = load_config(command_line=given)
+
+    assert config.on("GPU") == config
+    assert config.on("GPU").origins == config.origins
 
 
 def test_secrets_are_not_shown() -> None:

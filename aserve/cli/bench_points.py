@@ -123,8 +123,7 @@ class Points:
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self._engine = engine
-        options = config.scheduler.with_token_budget(engine.info.max_num_batched_tokens)
-        self._budget = options.max_num_batched_tokens
+        self._budget = engine.info.max_num_batched_tokens or config.scheduler.with_sizes().max_num_batched_tokens
         self._random = np.random.default_rng(0)
 
     def possible(self) -> tuple[list[int], list[int], list[str]]:

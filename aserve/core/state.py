@@ -27,7 +27,7 @@ class State:
     """
 
     def __init__(self, options: SchedulerOptions, *, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
-        self.options = options = options.with_token_budget()
+        self.options = options = options.with_sizes()
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.story = Story()

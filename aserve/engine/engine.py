@@ -88,7 +88,7 @@ class Engine:
         self.info: RunnerInfo = info
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(
-            scheduler_options.with_token_budget(info.max_num_batched_tokens),
+            scheduler_options.with_sizes(num_seqs=info.max_num_seqs, num_batched_tokens=info.max_num_batched_tokens),
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,

@@ -384,7 +384,7 @@ def load_cpu_runner(options: ModelOptions, scheduler: SchedulerOptions, folder: 
         raise ConfigError(
             "scheduler.prefill is streams, which takes a GPU: a CPU runs one step at a time. Take split or mixed."
         )
-    scheduler = scheduler.with_token_budget()
+    scheduler = scheduler.with_sizes()
     threads.prepare_process()
     num_threads = options.threads or threads.default_num_threads(threads.usable_cores())
     device = DeviceThread("aserve-device", setup=lambda: torch.set_num_threads(num_threads))

@@ -30,7 +30,7 @@ def run(wanted: dict[str, Any], arguments: list[str]) -> int:
     def load_model(config: Any, source: Any) -> tuple[ScriptedRunner, SamplingParams]:
         runner = ScriptedRunner(
             b"x",
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=config.scheduler.with_sizes().max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             num_blocks=2048,
             block_size=config.scheduler.block_size,
