@@ -195,8 +195,8 @@ class CudaRunner:
         watcher, flight = self._watcher_of_loop(), CudaFlight(plan.step)
         try:
             rest = self._prepare(plan, flight, started_s, watcher, is_beside)
-            has_time = self._begins_later and plan.chunks and len(rest.parts) > 1 and self.num_out
-            if not has_time:
+            is_in_no_hurry = self._begins_later and len(plan.chunks) > 0 and self.num_out > 0
+            if not (is_in_no_hurry and len(rest.parts) > 1):
                 self._begin(rest)
         except Exception as error:
             self._counters.num_failed += 1
@@ -216,7 +216,6 @@ class CudaRunner:
         except Exception as error:
             if rest.num_words:
                 raise
-            rest.parts.clear()
             self._break_off(rest, self._device.explain(error))
 
     def _go_on(self, rest: _Rest) -> None:
