@@ -268,6 +268,9 @@ def test_options_that_need_each_other() -> None:
     assert mistake(command_line=given_on_command_line(scheduler__num_blocks="7")) == (
         "scheduler.num_blocks: 7 is too few; at least 8, or 0 for automatic."
     )
+    assert mistake(command_line=given_on_command_line(scheduler__max_num_batched_tokens="32")).startswith(
+        "scheduler.max_num_batched_tokens: 32 is too few;"
+    )
     too_few = given_on_command_line(scheduler__max_num_seqs="600", scheduler__max_num_batched_tokens="512")
     assert mistake(command_line=too_few) == (
         "scheduler.max_num_batched_tokens: 512 is too few; a step must hold max_num_seqs + block_size = 632 tokens; "

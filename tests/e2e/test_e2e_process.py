@@ -105,7 +105,7 @@ def test_a_hub_id(tmp_path: Path) -> None:
         ([], {"ASERVE_CONFIG": "{tmp}/broken.toml"}, "The config file '{tmp}/broken.toml' is not valid TOML: "),
         ([], {"ASERVE_CONFIG": "{tmp}/unknown.toml"}, "unknown.toml: there is no option 'server.prot'; the nearest is"),
         (
-            ["--max-num-batched-tokens", "79"],
+            ["--max-num-seqs", "64", "--max-num-batched-tokens", "79"],
             {},
             "scheduler.max_num_batched_tokens: 79 is too few; a step must hold max_num_seqs + block_size = 96 tokens;",
         ),
