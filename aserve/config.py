@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from aserve import faults
-from aserve.core.options import GPU_NUM_SEQS, SchedulerOptions, gpu_batched_tokens
+from aserve.core.options import SchedulerOptions
 from aserve.engine.options import EngineOptions
 from aserve.errors import ConfigError
 from aserve.model.options import ModelOptions
@@ -166,10 +166,8 @@ class Config:
 
         num_layer_parameters: as for ``gpu_batched_tokens``.
         """
-        scheduler = self.scheduler.with_sizes()
-        if device == "GPU":
-            budget = gpu_batched_tokens(num_layer_parameters)
-            scheduler = self.scheduler.with_sizes(num_seqs=GPU_NUM_SEQS, num_batched_tokens=budget)
+        is_gpu, scheduler = device == "GPU", self.scheduler
+        scheduler = scheduler.with_gpu_sizes(num_layer_parameters) if is_gpu else scheduler.with_sizes()
         origins = {
             name: f"{self.origins.get(name, 'default')} (0), decided for this {device}"
             for name in ("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens")

@@ -103,3 +103,7 @@ class SchedulerOptions:
             budget = max(num_batched_tokens or CPU_BATCHED_TOKENS, sized.min_batched_tokens)
             sized = replace(sized, max_num_batched_tokens=budget)
         return sized
+
+    def with_gpu_sizes(self, num_layer_parameters: int | None) -> "SchedulerOptions":
+        """The same with a GPU's numbers. num_layer_parameters: as for ``gpu_batched_tokens``."""
+        return self.with_sizes(num_seqs=GPU_NUM_SEQS, num_batched_tokens=gpu_batched_tokens(num_layer_parameters))

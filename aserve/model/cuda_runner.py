@@ -188,6 +188,7 @@ class CudaRunner:
         ``begins_later`` allows it, if the step has chunks and another is out, so that the device does not wait for it.
         What fails from then on ends the flight. is_beside: another stream is at work, which makes a step longer.
         """
+        called_s = time.perf_counter()
         while self._rest is not None:
             self._launch_part(self._rest)
         started_s = time.perf_counter()
@@ -206,7 +207,7 @@ class CudaRunner:
         if rest.parts:
             self._rest = rest
             watcher.loop.call_soon(self._go_on, rest)
-        self._note_go(time.perf_counter() - started_s)
+        self._note_go(time.perf_counter() - called_s)
         return flight
 
     def _begin(self, rest: _Rest) -> None:
@@ -221,7 +222,9 @@ class CudaRunner:
     def _go_on(self, rest: _Rest) -> None:
         """The loop's turn for the next part, unless another launch or the end has taken all of them along."""
         if rest is self._rest:
+            started_s = time.perf_counter()
             self._launch_part(rest)
+            self._note_go(time.perf_counter() - started_s)
         if rest is self._rest:
             rest.watcher.loop.call_soon(self._go_on, rest)
 
@@ -229,7 +232,6 @@ class CudaRunner:
         if rest.watcher.loop.is_closed():
             self._rest = None  # nobody waits for the step, whose slots are given up
             return
-        started_s = time.perf_counter()
         try:
             faults.hit("runner.launch_rest")
             self._go(rest)
@@ -239,7 +241,6 @@ class CudaRunner:
             return
         if not rest.parts:
             self._rest = None
-        self._note_go(time.perf_counter() - started_s)
 
     def _go(self, rest: _Rest) -> None:
         """Enqueue the next part, the words ahead of the first one, and behind the last one what belongs there."""
@@ -278,7 +279,7 @@ class CudaRunner:
         watcher.watch(event, partial(self._land, launched), partial(self._fail, launched.flight), key=key)
 
     def _note_go(self, seconds: float) -> None:
-        """So long a launch, or a part of one, held the loop."""
+        """So long a launch held the loop in one go: with what was left of the one before, or one part in a turn."""
         self._launch_s += seconds
         self._launch_max_s = max(self._launch_max_s, seconds)
 

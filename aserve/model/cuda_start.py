@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from aserve import faults
-from aserve.core.options import GPU_NUM_SEQS, SchedulerOptions, gpu_batched_tokens
+from aserve.core.options import SchedulerOptions
 from aserve.device import memory
 from aserve.device.graphs import CudaDevice
 from aserve.engine.ports import RunnerInfo
@@ -42,9 +42,7 @@ def load_cuda_runner(options: ModelOptions, scheduler: SchedulerOptions, folder:
     for transformers' own code that a GPU does not run."""
     faults.hit("runner.load")
     config = ModelConfig.from_folder(folder)
-    scheduler = scheduler.with_sizes(
-        num_seqs=GPU_NUM_SEQS, num_batched_tokens=gpu_batched_tokens(config.num_layer_parameters)
-    )
+    scheduler = scheduler.with_gpu_sizes(config.num_layer_parameters)
     _check(options, scheduler, config)
     try:
         return _load(options, scheduler, folder, config)

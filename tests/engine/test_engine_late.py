@@ -425,6 +425,15 @@ def test_with_one_step_in_flight_no_alarm_is_set() -> None:
     run_virtual(main())
 
 
+def test_options_that_are_left_open_are_the_devices() -> None:
+    """As many sequences and tokens as the runner was made for."""
+    runner = ScriptedRunner(max_num_seqs=16)
+    runner._info = replace(runner.info, max_num_batched_tokens=300)
+    options = Engine(runner, ByteTokenizer(), SchedulerOptions(block_size=16)).scheduler.options
+
+    assert (options.max_num_seqs, options.max_num_batched_tokens) == (16, 300)
+
+
 @pytest.mark.parametrize("option", ["max_num_seqs", "max_num_batched_tokens"])
 def test_options_beyond_the_device_are_refused(option: str) -> None:
     """At the start, in a sentence, and not at the first step that has so many."""

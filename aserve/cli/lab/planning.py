@@ -9,7 +9,7 @@ from typing import Final
 from aserve.cli.lab.laboratory import poisson
 from aserve.cli.lab.running import Bench, Run, Setup, VirtualBench
 from aserve.cli.lab.shapes import ALARM_LATE_S, Machine
-from aserve.core.options import GPU_NUM_SEQS, SchedulerOptions, gpu_batched_tokens
+from aserve.core.options import SchedulerOptions
 
 _GROWTH: Final = 1.7
 """Of mean waits from the second quarter of the requests to the last, at most: 2.3 where they grow evenly from none."""
@@ -70,8 +70,7 @@ def plan(
 
     num_requests: at least 4, for ``keeps_up`` compares quarters of them.
     """
-    budget = gpu_batched_tokens(machine.num_layer_parameters)
-    options = options.with_sizes(num_seqs=GPU_NUM_SEQS, num_batched_tokens=budget)
+    options = options.with_gpu_sizes(machine.num_layer_parameters)
     setup = Setup(
         name="plan",
         policy=options.policy,

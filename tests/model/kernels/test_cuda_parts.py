@@ -103,6 +103,20 @@ async def test_the_loop_gets_its_turn_before_each_part(host: PlanHost, monkeypat
     assert runner.num_out == 0
 
 
+async def test_what_a_launch_takes_along_is_part_of_its_go(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that an earlier one had left hold the loop with it: one time is noted, not one for each."""
+    runner = host.runner
+    goes: list[float] = []
+    monkeypatch.setattr(runner, "_note_go", goes.append)
+    host.prefill(0, A)
+    with faults.armed("runner.launch_rest", "delay", times=NUM_LAYERS - 1, delay_s=0.05):
+        flight = host.launch(rows=[(0, len(A))])
+
+    assert len(goes) == 2
+    assert goes[1] >= (NUM_LAYERS - 1) * 0.05
+    await flight
+
+
 async def test_chunks_beside_another_step_wait_for_the_loop_with_all_parts(
     host: PlanHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

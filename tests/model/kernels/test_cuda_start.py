@@ -178,4 +178,4 @@ def test_a_steps_tokens_follow_from_the_models_size(
     monkeypatch.setattr(cuda_start, "_load", lambda options, scheduler, *rest: found.append(scheduler))
     load_cuda_runner(ModelOptions(), SchedulerOptions(max_num_batched_tokens=given), folder)
 
-    assert [scheduler.max_num_batched_tokens for scheduler in found] == [expected]
+    assert [(each.max_num_seqs, each.max_num_batched_tokens) for each in found] == [(256, expected)]
