@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-EVERYWHERE = ("aserve.errors", "aserve.faults")
+EVERYWHERE = ("aserve.errors", "aserve.faults", "aserve.garbage")
 OPTIONS = tuple(f"aserve.{layer}.options" for layer in ("core", "engine", "model", "obs", "server"))
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "aserve.embedding": ("aserve",),
     "aserve.errors": (),
     "aserve.faults": (),
+    "aserve.garbage": (),
     "aserve.testing": ("aserve.testing", "aserve.core", "aserve.engine.ports"),
     "aserve.main": ("aserve",),
     "aserve.cli": ("aserve",),

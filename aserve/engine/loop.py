@@ -13,6 +13,7 @@ from aserve.engine.permits import Permits
 from aserve.engine.ports import AlarmClock, Observer, Runner, StepLaunch
 from aserve.errors import DeviceLost
 from aserve.faults import hit
+from aserve.garbage import NoCollection
 
 MakeAlarm = Callable[[asyncio.AbstractEventLoop, Callable[[], None]], AlarmClock]
 """(the loop, what to call when it rings) -> an alarm; made at the first wait, which most policies never ask for."""
@@ -96,6 +97,10 @@ class LaunchLoop:
 
         landed_s: when the step landed, where one has just done so.
         """
+        with NoCollection():  # not while the device may be waiting, but when it has work again
+            self._launch_due(landed_s)
+
+    def _launch_due(self, landed_s: float | None) -> None:
         has_landed = landed_s is not None
         if has_landed and not len(self._lander):
             self._idle_since_s = landed_s

@@ -26,6 +26,7 @@ from aserve.device.event import DeviceEvent, Flight, Watcher, WatcherName, make_
 from aserve.device.graphs import Replay, StepDevice
 from aserve.engine.ports import RunnerInfo
 from aserve.errors import DeviceLost
+from aserve.garbage import NoCollection
 from aserve.model.cuda_pinned import LogprobTensors, Staging
 from aserve.model.cuda_steps import MAX_ADDITIONS, CudaSteps
 from aserve.model.host_sampler import HostSampler
@@ -223,7 +224,8 @@ class CudaRunner:
         """The loop's turn for the next part, unless another launch or the end has taken all of them along."""
         if rest is self._rest:
             started_s = time.perf_counter()
-            self._launch_part(rest)
+            with NoCollection():
+                self._launch_part(rest)
             self._note_go(time.perf_counter() - started_s)
         if rest is self._rest:
             rest.watcher.loop.call_soon(self._go_on, rest)

@@ -1,6 +1,8 @@
 """Which sizes of steps are captured, and what a capture is made of."""
 
+import ctypes
 import gc
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -55,8 +57,22 @@ class _Graph:
     def capture_end(self) -> None:
         self.log.append("end")
 
+    def raw_cuda_graph_exec(self) -> int:
+        return id(self)
+
     def replay(self) -> None:
         self.log.append(f"replay {id(self)}")
+
+
+class _Driver:
+    """Stands for CUDA's. code: what its call returns."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+
+    def cuGraphUpload(self, graph_exec: ctypes.c_void_p, stream: ctypes.c_void_p) -> int:
+        _Graph.log.append(f"upload {graph_exec.value} to {stream.value}")
+        return self.code
 
 
 @pytest.fixture
@@ -66,7 +82,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(_Graph, "log", [])
     device = object.__new__(CudaDevice)
     device._pool, device._capturing, device._captured = None, None, []  # type: ignore[assignment]
+    device._driver, device._stream = _Driver(), SimpleNamespace(cuda_stream=7)  # type: ignore[assignment]
     return device
+
+
+def events() -> list[str]:
+    """What was done, without which graph it was done with."""
+    return [entry.partition(" ")[0] for entry in _Graph.log]
 
 
 def test_each_cut_begins_a_part(device: CudaDevice) -> None:
@@ -79,12 +101,39 @@ def test_each_cut_begins_a_part(device: CudaDevice) -> None:
 
     device.cut()
     replays = device.capture(run)
-    captured = list(_Graph.log)
+    captured = events()
     for replay in replays:
         replay()
 
-    assert captured == ["begin", "end", "begin", "work", "end", "begin", "end"]
+    assert [each for each in captured if each != "upload"] == ["begin", "end", "begin", "work", "end", "begin", "end"]
     assert len(set(_Graph.log[len(captured) :])) == len(replays) == 3
+
+
+def test_a_graph_is_on_the_device_before_its_first_launch(device: CudaDevice) -> None:
+    """Each part, once, on the stream that launches it."""
+    replays = device.capture(device.cut)
+    for replay in replays:
+        replay()
+    graphs = [entry.partition(" ")[2] for entry in _Graph.log if entry.startswith("replay")]
+
+    assert events() == [*["begin", "end", "upload"] * 2, "replay", "replay"]
+    assert [entry for entry in _Graph.log if entry.startswith("upload")] == [f"upload {each} to 7" for each in graphs]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "says"),
+    [(2, torch.OutOfMemoryError, "no memory left"), (700, RuntimeError, "CUDA error 700")],
+)
+def test_a_graph_that_does_not_get_there_is_an_error(
+    code: int, expected: type[Exception], says: str, device: CudaDevice
+) -> None:
+    """What lacked memory is told apart; no replay is handed out."""
+    device._driver = _Driver(code)  # type: ignore[assignment]
+    with pytest.raises(expected, match=says):
+        device.capture(lambda: None)
+    device._driver = _Driver()  # type: ignore[assignment]
+
+    assert len(device.capture(lambda: None)) == 1
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -102,7 +151,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(device: CudaDevice, is_o
         (gc.enable if was_on else gc.disable)()
 
     assert found == [False, is_on]
-    assert _Graph.log == ["begin", "end"] * 2
+    assert events() == ["begin", "end", "upload"] * 2
 
 
 def test_a_cut_that_cannot_go_on_tells_why(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,5 +161,5 @@ def test_a_cut_that_cannot_go_on_tells_why(device: CudaDevice, monkeypatch: pyte
         device.capture(device.cut)
     monkeypatch.setattr(_Graph, "begins_max", 100)
 
-    assert _Graph.log == ["begin", "end"]
+    assert events() == ["begin", "end", "upload"]
     assert len(device.capture(lambda: None)) == 1
