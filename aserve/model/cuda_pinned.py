@@ -3,8 +3,6 @@
 Shape suffixes: R rows that sample, N steps of the ring, V vocabulary, K alternatives.
 """
 
-from bisect import bisect_left
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,7 +16,7 @@ from aserve.model.step_words import Words
 
 
 class _WholeStream:
-    """The fence of an array for which no event was recorded, because a launch broke off behind its copy."""
+    """The fence of an array for which no event was recorded yet, or because a launch broke off."""
 
     def __init__(self, device: StepDevice) -> None:
         self._device = device
@@ -31,39 +29,34 @@ class _WholeStream:
 
 
 class Staging:
-    """Pinned arrays that plans are written into, in turn. One is not written again before its copy has been made."""
+    """The arrays that plans are written into, in the turn in which launches take them (``kernels.fetch``). One is not
+    written again before it was read."""
 
-    def __init__(self, device: StepDevice, num_arrays: int, target: Tensor) -> None:
-        """target: where they are copied to, as long as each of them."""
-        self._device = device
-        tensors = [device.pinned(len(target), dtype=torch.int32) for _ in range(num_arrays)]
-        self._words: list[Words] = [tensor.numpy() for tensor in tensors]
-        # A few sizes, whose views are made here: to make two takes as long as to enqueue a copy of some kilobytes.
-        self._sizes = [*(1 << bits for bits in range(8, 64) if 1 << bits < len(target)), len(target)]
-        self._targets = [target[:size] for size in self._sizes]
-        self._sources = [[tensor[:size] for size in self._sizes] for tensor in tensors]
-        self._fences: list[DeviceEvent | None] = [None] * num_arrays
-        self._unknown = _WholeStream(device)
-        self._index = -1
+    def __init__(self, device: StepDevice, arrays_NW: Tensor) -> None:
+        """arrays: int32, pinned, of which a launch takes the first next."""
+        self._arrays: list[Words] = list(arrays_NW.numpy())
+        self._fences: list[DeviceEvent | None] = [None] * len(self._arrays)
+        self._whole_stream = _WholeStream(device)
+        self._num_sent = 0
 
     def take(self) -> Words:
-        """The next array. Waits for its copy, which was made long ago: there are more arrays than steps in flight."""
-        self._index = (self._index + 1) % len(self._words)
-        fence = self._fences[self._index]
+        """The array that the next launch takes. Waits until it may be written, which is long since: there are more
+        arrays than steps in flight."""
+        index = self._num_sent % len(self._arrays)
+        fence = self._fences[index]
         if fence is not None and not fence.query():
             fence.synchronize()
-        return self._words[self._index]
+        self._fences[index] = None
+        return self._arrays[index]
 
-    def send(self, num_words: int) -> None:
-        """Enqueue the copy of the array that was taken last, at least so much of it. Until ``fence``, only an empty
-        stream says it was made."""
-        self._fences[self._index] = self._unknown
-        size = bisect_left(self._sizes, num_words)
-        self._targets[size].copy_(self._sources[self._index][size], non_blocking=True)
+    def sent(self) -> None:
+        """A launch that takes the array has been enqueued. Until ``fence``, only an empty stream says it was read."""
+        self._fences[self._num_sent % len(self._arrays)] = self._whole_stream
+        self._num_sent += 1
 
     def fence(self, event: DeviceEvent) -> None:
-        """The array that was taken last may be written when ``event`` has passed."""
-        self._fences[self._index] = event
+        """The array that was sent last may be written when ``event`` has passed."""
+        self._fences[(self._num_sent - 1) % len(self._arrays)] = event
 
 
 class LogprobTensors:

@@ -1,4 +1,4 @@
-"""The CUDA device: plans in, flights out. A launch writes one array of words, copies it, replays one graph: no more.
+"""The CUDA device: plans in, flights out. A launch writes one array of words and replays one graph: no more.
 Of a long step the graph comes in parts, and the loop gets its turn between any two.
 
 Shape suffixes: S sequences of a step (decode rows, then chunks), R rows that sample, N steps of the ring,
@@ -30,7 +30,7 @@ from aserve.garbage import NoCollection
 from aserve.model.cuda_pinned import LogprobTensors, Staging
 from aserve.model.cuda_steps import MAX_ADDITIONS, CudaSteps
 from aserve.model.host_sampler import HostSampler
-from aserve.model.kernels.differences import HEADER_WORDS
+from aserve.model.kernels.differences import HEADER_WORDS, LENGTH
 from aserve.model.kernels.slot_update import unpack_words
 from aserve.model.kv_tensors import KVTensors
 from aserve.model.sampler import MAX_TOP_LOGPROBS, SampledTokens, SamplingRows
@@ -86,12 +86,12 @@ class _Launched:
 class _Rest:
     """What a launch still has to enqueue: parts of the step, and what comes behind it.
 
-    num_words: of the plan, which lie in the array that was taken last; 0 once they are on their way with the first
-    part. key: kind of step, for the prediction of its end.
+    has_words: in the array that was taken last, which the first part fetches. key: kind of step, for the prediction of
+    its end.
     """
 
     launched: _Launched
-    num_words: int
+    has_words: bool
     parts: deque[Replay]
     behind: Callable[[], None]
     watcher: Watcher
@@ -131,7 +131,9 @@ class CudaRunner:
         self._old_watchers: list[Watcher] = []
         self._is_closed = False
         self._begins_later = begins_later
-        self._staging = Staging(device, limits.ring_steps, steps.words)
+        with device.scope():
+            steps.begin_with_first()
+        self._staging = Staging(device, steps.arrays_RW)
         self._ring_NS: NDArray[np.int64] = steps.ring_RS.numpy()
         num_top = min(MAX_TOP_LOGPROBS, info.vocab_size)
         self._num_rows = len(steps.logits_SV)
@@ -216,7 +218,7 @@ class CudaRunner:
         try:
             self._go(rest)
         except Exception as error:
-            if rest.num_words:
+            if rest.has_words:
                 raise
             self._break_off(rest, self._device.explain(error))
 
@@ -245,13 +247,13 @@ class CudaRunner:
             self._rest = None
 
     def _go(self, rest: _Rest) -> None:
-        """Enqueue the next part, the words ahead of the first one, and behind the last one what belongs there."""
+        """Enqueue the next part, and behind the last one what belongs there."""
         with self._device.scope():
-            if rest.num_words:
-                self._staging.send(rest.num_words)
             if rest.parts:
                 rest.parts.popleft()()
-            rest.num_words = 0
+            if rest.has_words:
+                self._staging.sent()
+                rest.has_words = False
             if rest.parts:
                 return
             rest.behind()
@@ -264,9 +266,9 @@ class CudaRunner:
         fail = partial(self._fail, rest.launched.flight)
         try:
             with self._device.scope():
-                if rest.num_words:
-                    self._staging.send(rest.num_words)
+                if rest.has_words:
                     self._steps.apply_words()
+                    self._staging.sent()
                 event = self._device.record(blocking=rest.watcher.wants_blocking_events)
         except Exception as fault:
             lost = DeviceLost(f"A step broke off ({error}), and what became of it is not known: {fault}")
@@ -342,7 +344,7 @@ class CudaRunner:
         if size is None or differences.num_words > steps.room:
             self._apply_in_parts(differences)
             differences = _NO_DIFFERENCES
-        num_words, sampling = 0, np.empty(0, np.intp)
+        sampling = np.empty(0, np.intp)
         replays: tuple[Replay, ...] = ()
         prompts: tuple[_Rows, ...] = ()
         pieces: list[_Rows] = []
@@ -352,7 +354,7 @@ class CudaRunner:
             words[:2].view(np.int64)[0] = number
             sampling = step.layout.write(words, plan, steps.nobody)
             end = differences.write(words, step.layout.end)
-            num_words, prompts, pieces = self._write_prompt_rows(words, end, plan)
+            words[LENGTH], prompts, pieces = self._write_prompt_rows(words, end, plan)
             replays = step.replays
             self._counters.num_tokens_computed += plan.num_tokens
         launched = _Launched(
@@ -366,7 +368,7 @@ class CudaRunner:
         )
         return _Rest(
             launched=launched,
-            num_words=num_words,
+            has_words=size is not None,
             parts=deque(replays),
             behind=partial(self._read_logits, launched, pieces),
             watcher=watcher,
@@ -395,8 +397,9 @@ class CudaRunner:
         with self._device.scope():
             for part in differences.parts(self._steps.room):
                 words = self._staging.take()
-                self._staging.send(part.write(words, HEADER_WORDS))
+                words[LENGTH] = part.write(words, HEADER_WORDS)
                 self._steps.apply_words()
+                self._staging.sent()
                 self._staging.fence(self._device.record())
 
     def _write_prompt_rows(self, words: Words, end: int, plan: BatchPlan) -> tuple[int, tuple[_Rows, ...], list[_Rows]]:

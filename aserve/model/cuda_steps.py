@@ -16,6 +16,7 @@ from aserve.device.graphs import Replay, StepDevice, fitting, row_buckets, token
 from aserve.model.cuda_decoder import ForwardTensors, StepDecoder
 from aserve.model.kernels.attention_plan import ITEM_TOKENS, AttentionPlan
 from aserve.model.kernels.differences import apply_differences
+from aserve.model.kernels.fetch import ALIGNMENT, fetch_words
 from aserve.model.kernels.sampler import sample
 from aserve.model.kernels.slot_update import FROM_SLOT, commit, lay_out, lay_out_rows
 from aserve.model.kernels.slots import SlotTensors
@@ -47,7 +48,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One size of step. replays: launch it on the words that are on the device, part by part."""
+    """One size of step. replays: launch it part by part, on the words of the array whose turn it is."""
 
     layout: StepLayout
     replays: tuple[Replay, ...]
@@ -61,7 +62,8 @@ class Step:
 class CudaSteps:
     """Memory for the largest step and steps of all sizes over it. Belongs to the thread that launches.
 
-    words: what ``StepLayout`` and ``Differences`` write, as it arrives on the device. ring_RS: int64, pinned, the
+    arrays_RW: int32, pinned, where ``StepLayout`` and ``Differences`` write; each launch of a step, or of the change of
+    the slot table alone, takes the next one. words: the newest of them, on the device. ring_RS: int64, pinned, the
     result words of the newest steps. logits_SV, work_SV: float32, the newest step's and scratch. tokens_S: int32.
     """
 
@@ -96,10 +98,11 @@ class CudaSteps:
         )
         largest = StepLayout.of(limits.max_num_seqs, num_tokens, has_chunks=True)
         # Behind a step's own sections and differences: rows and targets of the prompt's log-probabilities.
-        # A launch of most steps writes to no other tensor, and so need not go through inference mode, which takes as
-        # long as a tenth of it.
-        with torch.inference_mode(False):
-            self.words = self._ints(largest.end + self.room + 2 * aligned(num_tokens + num_rows))
+        num_words = largest.end + self.room + 2 * aligned(num_tokens + num_rows)
+        num_words = -(-num_words // ALIGNMENT) * ALIGNMENT
+        self.arrays_RW = device.pinned(limits.ring_steps, num_words, dtype=torch.int32)
+        self._turn_1 = torch.zeros(1, dtype=torch.int64, device=device.device)
+        self.words = self._ints(num_words)
         self.ring_RS = device.pinned(limits.ring_steps, limits.max_num_seqs, dtype=torch.int64)
         self.logits_SV = self._floats(num_rows, vocab_size)
         self.work_SV = self._floats(num_rows, vocab_size)
@@ -176,12 +179,18 @@ class CudaSteps:
     def step(self, size: tuple[int, int, bool]) -> Step:
         return self._steps[size]
 
+    def begin_with_first(self) -> None:
+        """The next launch takes the first array. Nothing may be out."""
+        with torch.inference_mode():
+            self._turn_1.zero_()
+
     def apply_words(self) -> None:
-        """Launch the change of the slot table alone."""
+        """Launch the change of the slot table alone, as the words of the next array say."""
         for replay in self._apply:
             replay()
 
     def apply(self) -> None:
+        fetch_words(self.arrays_RW, self._turn_1, words_W=self.words)
         apply_differences(self.words, self.table)
 
     # --- what a graph consists of
@@ -218,7 +227,7 @@ class CudaSteps:
         logits_SV = self.logits_SV[:num_sequences]
 
         def body() -> None:
-            apply_differences(words, table)
+            self.apply()
             lay_out(
                 tokens_in_T, slots_S, starts, table, self.limits.block_size, token_ids_T=forward.token_ids_T,
                 positions_T=forward.positions_T, slot_mapping_T=forward.slot_mapping_T, context_lens_S=context_lens_S,

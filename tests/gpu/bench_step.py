@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,19 @@ class Host:
             landed_s.append(time.perf_counter())
         return [b - a for a, b in itertools.pairwise(landed_s)]
 
+    def replay_of(self, size: tuple[int, int, bool]) -> Callable[[], None]:
+        """A step's graph by itself, over the words of the newest plans in turn, which all have to be of this size."""
+        step, staging = self.runner._steps.step(size), self.runner._staging
+
+        def replay() -> None:
+            step.replay()
+            staging.sent()
+
+        return replay
+
     def graph_ms(self, size: tuple[int, int, bool], repeats: int = 12) -> float:
         """The replay of the newest words, by the device's clock."""
-        replay = self.runner._steps.step(size).replay
+        replay = self.replay_of(size)
         with self.runner._device.scope():
             events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
             events[0].record()

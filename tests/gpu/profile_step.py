@@ -26,8 +26,6 @@ from typing import Final
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 import uvloop
 from bench_common import SHAPES, Shape, randn, say
 from bench_step import Host, chunk, load, model_folder, rows_of
@@ -89,7 +87,7 @@ async def product(host: Host, num_rows: int, length: int, num_chunk_tokens: int,
     plans = [{"rows": rows_of(lengths, step), **prompt} for step in range(8)]
     seconds = await host.run(plans[:4])
     size = host.runner._steps.size_of(BatchPlan(step=StepNumber(1), **plans[0]))
-    replay = host.runner._steps.step(size).replay
+    replay = host.replay_of(size)
     say(
         f"{host.shape.name} {num_rows} x {length} + {num_chunk_tokens}, the product's step: {min(seconds) * 1e3:.3f} ms"
     )
@@ -115,12 +113,6 @@ def plain(shape: Shape, num_rows: int, length: int) -> None:
     kernels(replay_of(PlainStep(shape, [length] * num_rows, weights).run))
 
 
-@triton.jit
-def _copy_kernel(from_ptr, to_ptr, count, BLOCK: tl.constexpr):
-    index = tl.arange(0, BLOCK)
-    tl.store(to_ptr + index, tl.load(from_ptr + index, mask=index < count), mask=index < count)
-
-
 class Anatomist:
     """Times steps of so many rows in all ways, by sequences that are bound anew for each."""
 
@@ -129,36 +121,17 @@ class Anatomist:
         self._lengths = [length] * num_rows
         self._plans = [{"rows": rows_of(self._lengths, step)} for step in range(NUM_STEPS + 4)]
         size = host.runner._steps.size_of(BatchPlan(step=StepNumber(1), **self._plans[0]))
-        self._step = host.runner._steps.step(size)
-        self._pinned = torch.zeros(1 << 16, dtype=torch.int32, pin_memory=True)
+        self._replay = host.replay_of(size)
 
     async def ways(self) -> dict[str, float]:
         """ms a step."""
-        runner, end = self._host.runner, self._step.layout.end
-        words, pinned, device = runner._steps.words, self._pinned, runner._device
-
-        def replay() -> None:
-            self._step.replay()
-
-        def after_copy() -> None:
-            words[2:end].copy_(pinned[2:end], non_blocking=True)
-            replay()
-
-        def after_kernel() -> None:
-            _copy_kernel[(1,)](pinned[2:end], words[2:end], end - 2, BLOCK=triton.next_power_of_2(end))
-            replay()
 
         def with_event() -> None:
-            after_copy()
-            device.record()
+            self._replay()
+            self._host.runner._device.record()
 
         found = {}
-        for name, body in (
-            ("graph alone", replay),
-            ("words copied before it", after_copy),
-            ("words read by a kernel", after_kernel),
-            ("words copied, an event after it", with_event),
-        ):
+        for name, body in (("graph alone", self._replay), ("an event after it", with_event)):
             await self._bind()
             found[name] = self._device_ms(body)
         for watcher, depth in (("timer", 2), ("thread", 2), ("timer", 3), ("timer", 1)):
@@ -181,25 +154,10 @@ class Anatomist:
         spans = [Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in events]
         return sorted(spans, key=lambda span: span.start_ns)
 
-    def copies(self) -> dict[str, float]:
-        """us a copy, many in a row."""
-        words, logits = self._host.runner._steps.words, self._host.runner._steps.logits_SV
-        row = torch.zeros(logits.shape[1], pin_memory=True)
-        found = {}
-        for count in (64, 1024, 16_384):
-            found[f"{4 * count} bytes to the device"] = 1e3 * self._device_ms(
-                lambda count=count: words[:count].copy_(self._pinned[:count], non_blocking=True)
-            )
-        found[f"{row.nbytes} bytes from the device"] = 1e3 * self._device_ms(
-            lambda: row.copy_(logits[0], non_blocking=True)
-        )
-        return found
-
     async def _bind(self) -> None:
-        """The words of a step lie on the device afterwards, and in the pinned array but for its number."""
+        """All arrays hold words of such a step afterwards."""
         await self._host.bind(self._lengths, GREEDY)
-        await self._host.run(self._plans[:2])
-        self._pinned[: self._step.layout.end] = self._host.runner._steps.words[: self._step.layout.end].cpu()
+        await self._host.run(self._plans[: len(self._host.runner._steps.arrays_RW)])
 
     async def _wait_by(self, name: str) -> None:
         runner = self._host.runner
@@ -232,12 +190,11 @@ async def dissect(host: Host, num_rows: int, length: int) -> None:
     """Print the tables of one shape at so many rows."""
     anatomist = Anatomist(host, num_rows, length)
     with torch.inference_mode():
-        ways, copies = await anatomist.ways(), anatomist.copies()
+        ways = await anatomist.ways()
         running = clocks()
         anatomy = anatomy_of(await anatomist.spans())
     title = f"{host.shape.name} x {num_rows}"
     lines = [f"| {title}: a step | ms |", "|---|---|", *(f"| {name} | {ms:.3f} |" for name, ms in ways.items()), ""]
-    lines += [f"| {title}: a copy | us |", "|---|---|", *(f"| {name} | {us:.1f} |" for name, us in copies.items()), ""]
     lines += [f"| {title}: parts, {anatomy.num_steps} steps | nodes | us | us of gaps before them |", "|---" * 4 + "|"]
     lines += [
         f"| {part} | {anatomy.nodes[part]:.1f} | {anatomy.busy_us[part]:.1f} | {anatomy.gap_us[part]:.1f} |"

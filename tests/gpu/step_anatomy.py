@@ -7,6 +7,7 @@ from typing import Final
 
 _ADDING: Final = "_product_add_kernel"
 _BY_KERNEL: Final = {
+    "_fetch_kernel": "words",
     "_differences_kernel": "slot differences",
     "_lay_out_kernel": "layout",
     "_lay_out_rows_kernel": "layout",
@@ -33,15 +34,13 @@ _PRODUCTS_AFTER: Final = {
     "silu and product": "down product",
     "gate and up product": "down product",
 }
-_COPY: Final = "copy of the words"
-_FIRST: Final = "slot differences"
 _LAST: Final = "slot update and result words"
 _OTHER: Final = "other"
 
 PARTS: Final = (
-    _COPY, _FIRST, "layout", "attention's plan", "embedding and norm", "QKV product", "rope and K/V write", "attention",
-    "output product", "residual and norm", "gate and up product", "silu and product", "down product", "logits product",
-    "sampler", _LAST, _OTHER,
+    "words", "slot differences", "layout", "attention's plan", "embedding and norm", "QKV product",
+    "rope and K/V write", "attention", "output product", "residual and norm", "gate and up product",
+    "silu and product", "down product", "logits product", "sampler", _LAST, _OTHER,
 )  # fmt: skip
 """In the order in which a step has them."""
 
@@ -69,7 +68,6 @@ def parts_of(names: Sequence[str]) -> list[str]:
     """The part of each, in the order in which they ran. What has no name of its own is a product: which one, its
     neighbours tell (of the product of gate and up, in the long form, only the one that comes next)."""
     known = [next((part for kernel, part in _BY_KERNEL.items() if kernel in name), "") for name in names]
-    known = [part or (_COPY if "HtoD" in name else "") for name, part in zip(names, known, strict=True)]
     found, before = [], ""
     for index, part in enumerate(known):
         if not part:

@@ -40,6 +40,8 @@ TOKEN_WRITES: Final = 10
 """Triples of slot, position, token."""
 EXTRAS: Final = 12
 """EXTRA_WORDS each: kind, slot, place of the first value, number of values, number of prompt tokens."""
+LENGTH: Final = 14
+"""Words that are used, those of the header among them."""
 HEADER_WORDS: Final = 16
 
 EXTRA_WORDS: Final = 8

@@ -43,7 +43,7 @@ class PassedEvent:
 class EagerDevice:
     """A StepDevice without streams and graphs: kernels run when they are launched, a replay launches them again.
 
-    num_cuts: of every step, into as many parts that do nothing before the one in which all is computed.
+    num_cuts: of every step, into the part in which all is computed and as many that do nothing.
     """
 
     device = torch.device("cpu")
@@ -61,7 +61,7 @@ class EagerDevice:
 
     def capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], ...]:
         # A graph's kernels ask for no mode; torch's functions, which stand for some of them here, do.
-        return (*[lambda: None] * self._num_cuts, torch.inference_mode()(run))
+        return (torch.inference_mode()(run), *[lambda: None] * self._num_cuts)
 
     def cut(self) -> None: ...
 

@@ -21,6 +21,7 @@ from aserve.core.plan import FLAG_DONE, FLAG_INVALID, BatchPlan, BatchResult
 from aserve.core.request import SamplingParams
 from aserve.errors import DeviceLost, ModelError
 from aserve.model.cuda_start import load_cuda_runner
+from aserve.model.cuda_steps import CudaSteps
 from aserve.model.options import ModelOptions
 from aserve.model.runner import load_cpu_runner
 
@@ -374,6 +375,28 @@ async def test_a_lost_device_is_told_from_a_failed_launch(host: PlanHost, monkey
     assert host.runner.statistics()["steps_failed"] == 2
 
 
+@pytest.mark.parametrize("what", ["step", "table"])
+async def test_a_launch_that_could_not_be_enqueued_leaves_no_words(
+    what: str, host: PlanHost, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to the next launches, which take the arrays in the device's turn, nor on the device."""
+    steps = host.runner._steps
+
+    def fails() -> None:
+        raise RuntimeError("no room for it")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no room"):
+            if what == "table":
+                patch.setattr(steps, "apply_words", fails)
+                host.launch(joins=(join(1, B),), table_writes=host.table(1, 16))
+            else:
+                patch.setattr(steps, "step", lambda size: replace(CudaSteps.step(steps, size), replays=(fails,)))
+                host.prefill(1, B)
+
+    assert await host.generate(0, A, 5) == model.greedy(A, 5)
+
+
 async def test_a_step_without_its_logprobs_ends_as_any(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its flight: what it computes is on its way already. The next ones go on."""
     with monkeypatch.context() as patch:
@@ -386,10 +409,10 @@ async def test_a_step_without_its_logprobs_ends_as_any(host: PlanHost, monkeypat
     assert host.runner.statistics()["steps_failed"] == 1
 
 
-async def test_a_launch_that_breaks_off_behind_its_copy_holds_its_array(
+async def test_a_launch_that_breaks_off_before_its_event_holds_its_array(
     host: PlanHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows when that copy was made: before the array's next turn the stream is waited for, once."""
+    """Nobody knows when the device reads that: before the array's next turn the stream is waited for, once."""
     runner, num_waits = host.runner, [0]
     synchronize, num_arrays = runner._device.synchronize, runner._steps.limits.ring_steps
 
@@ -399,10 +422,9 @@ async def test_a_launch_that_breaks_off_behind_its_copy_holds_its_array(
 
     monkeypatch.setattr(runner._device, "synchronize", counted, raising=False)
     with monkeypatch.context() as patch:
-        step = replace(next(iter(runner._steps._steps.values())), replays=(lambda: 1 / 0,))
-        patch.setattr(runner._steps, "step", lambda size: step)
+        patch.setattr(runner._device, "record", lambda **options: 1 / 0, raising=False)
         with pytest.raises(ZeroDivisionError):
-            host.launch(joins=(join(3, B),), chunks=(chunk_of(3, B, 0, 9),))
+            host.launch(leaves=[3])
     for _ in range(2 * num_arrays):
         num_waits.append(0)
         await host.launch(leaves=[3])
