@@ -39,10 +39,10 @@ class Staging:
         self._whole_stream = _WholeStream(device)
         self._num_sent = 0
 
-    def take(self) -> Words:
-        """The array that the next launch takes. Waits until it may be written, which is long since: there are more
-        arrays than steps in flight."""
-        index = self._num_sent % len(self._arrays)
+    def take(self, num_before: int = 0) -> Words:
+        """The array of the launch that comes next, or behind so many others. Waits until it may be written, which is
+        long since: there are more arrays than steps in flight."""
+        index = (self._num_sent + num_before) % len(self._arrays)
         fence = self._fences[index]
         if fence is not None and not fence.query():
             fence.synchronize()
@@ -50,7 +50,7 @@ class Staging:
         return self._arrays[index]
 
     def sent(self) -> None:
-        """A launch that takes the array has been enqueued. Until ``fence``, only an empty stream says it was read."""
+        """What fetches the next array has been enqueued. Until ``fence``, only an empty stream says it was read."""
         self._fences[self._num_sent % len(self._arrays)] = self._whole_stream
         self._num_sent += 1
 

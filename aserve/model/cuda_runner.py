@@ -86,8 +86,8 @@ class _Launched:
 class _Rest:
     """What a launch still has to enqueue: parts of the step, and what comes behind it.
 
-    has_words: in the array that was taken last, which the first part fetches. key: kind of step, for the prediction of
-    its end.
+    has_words: whether the first part, which fetches them, is among these. key: kind of step, for the prediction of its
+    end.
     """
 
     launched: _Launched
@@ -159,7 +159,8 @@ class CudaRunner:
         self._start_seconds = dict(start_seconds or {})
         self._newest_landing_s = 0.0
         self._num_enqueued = 0
-        self._rest: _Rest | None = None  # of the newest launch
+        self._rests: deque[_Rest] = deque()  # of the newest launches, in their order
+        self._has_turn = False  # whether the loop will come back to them
         self._num_launches = 0
         self._launch_s = 0.0
         self._launch_max_s = 0.0
@@ -182,25 +183,23 @@ class CudaRunner:
     def num_out(self) -> int:
         """Steps on the stream that have not landed."""
         num_watched = len(self._watcher) if self._watcher is not None else 0
-        return num_watched + (self._rest is not None)
+        return num_watched + len(self._rests)
 
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
         """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being begun.
 
-        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too, where
-        ``begins_later`` allows it, if the step has chunks and another is out, so that the device does not wait for it.
-        What fails from then on ends the flight. is_beside: another stream is at work, which makes a step longer.
+        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too behind
+        parts of another step, and where ``begins_later`` allows it, if the step has chunks and another is out, so that
+        the device does not wait for it. What fails from then on ends the flight. is_beside: another stream is at work,
+        which makes a step longer.
         """
-        called_s = time.perf_counter()
-        while self._rest is not None:
-            self._launch_part(self._rest)
         started_s = time.perf_counter()
         faults.hit("runner.launch")
         watcher, flight = self._watcher_of_loop(), CudaFlight(plan.step)
         try:
             rest = self._prepare(plan, flight, started_s, watcher, is_beside)
-            is_in_no_hurry = self._begins_later and len(plan.chunks) > 0 and self.num_out > 0
-            if not (is_in_no_hurry and len(rest.parts) > 1):
+            is_in_no_hurry = self._begins_later and len(plan.chunks) > 0 and self.num_out > 0 and len(rest.parts) > 1
+            if not self._rests and not is_in_no_hurry:
                 self._begin(rest)
         except Exception as error:
             self._counters.num_failed += 1
@@ -208,9 +207,9 @@ class CudaRunner:
         self._num_enqueued = rest.launched.number
         self._num_launches += 1
         if rest.parts:
-            self._rest = rest
-            watcher.loop.call_soon(self._go_on, rest)
-        self._note_go(time.perf_counter() - called_s)
+            self._rests.append(rest)
+            self._take_turn()
+        self._note_go(time.perf_counter() - started_s)
         return flight
 
     def _begin(self, rest: _Rest) -> None:
@@ -222,29 +221,40 @@ class CudaRunner:
                 raise
             self._break_off(rest, self._device.explain(error))
 
-    def _go_on(self, rest: _Rest) -> None:
+    def _take_turn(self) -> None:
+        if self._rests and not self._has_turn:
+            self._has_turn = True
+            self._rests[0].watcher.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
         """The loop's turn for the next part, unless another launch or the end has taken all of them along."""
-        if rest is self._rest:
+        self._has_turn = False
+        if self._rests:
             started_s = time.perf_counter()
             with NoCollection():
-                self._launch_part(rest)
+                self._launch_part()
             self._note_go(time.perf_counter() - started_s)
-        if rest is self._rest:
-            rest.watcher.loop.call_soon(self._go_on, rest)
+        self._take_turn()
 
-    def _launch_part(self, rest: _Rest) -> None:
+    def _launch_parts(self) -> None:
+        while self._rests:
+            self._launch_part()
+
+    def _launch_part(self) -> None:
+        """The next one of the oldest step that has some left."""
+        rest = self._rests[0]
         if rest.watcher.loop.is_closed():
-            self._rest = None  # nobody waits for the step, whose slots are given up
+            self._rests.popleft()  # nobody waits for the step, whose slots are given up
             return
         try:
             faults.hit("runner.launch_rest")
             self._go(rest)
         except Exception as error:
-            self._rest = None
+            self._rests.popleft()
             self._break_off(rest, self._device.explain(error))
             return
         if not rest.parts:
-            self._rest = None
+            self._rests.popleft()
 
     def _go(self, rest: _Rest) -> None:
         """Enqueue the next part, and behind the last one what belongs there."""
@@ -306,8 +316,7 @@ class CudaRunner:
         Each part is closed even if another's closing fails or is cancelled.
         """
         faults.hit("runner.close")
-        while self._rest is not None:
-            self._launch_part(self._rest)
+        self._launch_parts()
         self._is_closed = True
         async with AsyncExitStack() as stack:  # the last one first
             if self._host_sampler is not None:  # which has what the device left for it
@@ -318,11 +327,14 @@ class CudaRunner:
                 stack.push_async_callback(self._watcher.aclose)
 
     def _watcher_of_loop(self) -> Watcher:
-        """The running loop's. A runner that outlives a loop gets a new one on the next."""
+        """The running loop's. A runner that outlives a loop gets a new one on the next, and waits for no turn of the
+        old one."""
         if self._is_closed:
             raise DeviceLost("The device is closed.")
         if self._watcher is None or self._watcher.loop is not asyncio.get_running_loop():
             if self._watcher is not None:
+                self._launch_parts()
+                self._has_turn = False
                 self._old_watchers.append(self._watcher)
             self._watcher = make_watcher(self._watcher_name)
         return self._watcher
@@ -350,7 +362,7 @@ class CudaRunner:
         pieces: list[_Rows] = []
         if size is not None:
             step = steps.step(size)
-            words = self._staging.take()
+            words = self._staging.take(sum(rest.has_words for rest in self._rests))
             words[:2].view(np.int64)[0] = number
             sampling = step.layout.write(words, plan, steps.nobody)
             end = differences.write(words, step.layout.end)
@@ -393,7 +405,8 @@ class CudaRunner:
                 self._prompt_logprobs.compute(index, first, logits_PV, steps.words[targets : targets + num_rows])
 
     def _apply_in_parts(self, differences: Differences) -> None:
-        """Change the slot table ahead of a step, or without one."""
+        """Change the slot table ahead of a step, or without one; behind all that was launched before."""
+        self._launch_parts()
         with self._device.scope():
             for part in differences.parts(self._steps.room):
                 words = self._staging.take()

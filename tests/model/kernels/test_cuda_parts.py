@@ -44,6 +44,23 @@ async def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[P
     await runner.aclose()
 
 
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class HeldEvent:
+    """Is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("long", "short", "expected"),
     [(1, 2, [NUM_LAYERS - 1, 1]), (2, 1, [1, NUM_LAYERS - 1]), (NUM_LAYERS, NUM_LAYERS, [0, 0])],
@@ -103,78 +120,89 @@ async def test_the_loop_gets_its_turn_before_each_part(host: PlanHost, monkeypat
     assert runner.num_out == 0
 
 
-async def test_what_a_launch_takes_along_is_part_of_its_go(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts that an earlier one had left hold the loop with it: one time is noted, not one for each."""
+async def test_a_launch_waits_behind_parts_that_are_left(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the loop for none of them: each has a turn of its own, in the order of launches."""
     runner = host.runner
     goes: list[float] = []
     monkeypatch.setattr(runner, "_note_go", goes.append)
-    host.prefill(0, A)
+    flights = host.prefill(0, A)
     with faults.armed("runner.launch_rest", "delay", times=NUM_LAYERS - 1, delay_s=0.05):
-        flight = host.launch(rows=[(0, len(A))])
+        flights += [host.launch(rows=[(0, len(A) + step)]) for step in range(2)]
+        out, at_once = runner.num_out, len(goes)
+        await turns(NUM_LAYERS - 1)
+    await turns(2 * NUM_LAYERS)
+
+    assert (out, at_once) == (3, 3)
+    assert len(goes) == 3 + NUM_LAYERS - 1 + 2 * NUM_LAYERS
+    assert min(goes[3 : 3 + NUM_LAYERS - 1]) >= 0.05
+    assert [len(tokens_of(await flight)) for flight in flights] == [1] * 3
+
+
+async def test_a_change_of_the_table_alone_takes_parts_along(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes behind what was launched before it, and is done when it was launched. One time is noted for all that."""
+    runner = host.runner
+    goes: list[float] = []
+    monkeypatch.setattr(runner, "_note_go", goes.append)
+    (first,) = host.prefill(0, A)
+    with faults.armed("runner.launch_rest", "delay", times=NUM_LAYERS - 1, delay_s=0.05):
+        second = host.launch(leaves=[0])
 
     assert len(goes) == 2
     assert goes[1] >= (NUM_LAYERS - 1) * 0.05
-    await flight
+    assert [len((await flight).tokens) for flight in (first, second)] == [1, 0]
+    await turns(NUM_LAYERS)
+    assert len(goes) == 2
 
 
 async def test_chunks_beside_another_step_wait_for_the_loop_with_all_parts(
     host: PlanHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their words are written at once and enqueued later; those of rows are copied in the same go."""
+    """Their words are written at once and fetched later; rows begin in the same go, if no parts are left."""
     runner, turn = host.runner, [0]
 
     def slots(count: int) -> list[int]:
-        """Of the step whose words were copied last."""
+        """Of the step whose words were fetched last."""
         runner._device.synchronize()
         found: list[int] = runner._steps.words[HEADER_WORDS:][:count].tolist()
         return found
 
-    turns: list[int] = []
-    monkeypatch.setattr(runner, "_note_go", lambda seconds: turns.append(turn[0]))
-    (first,) = host.prefill(0, A)
-    (second,) = host.prefill(1, A[:5])  # ahead of which the first one's parts go
-    turns.clear()
+    goes: list[int] = []
+    monkeypatch.setattr(runner, "_note_go", lambda seconds: goes.append(turn[0]))
+    event = HeldEvent()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._device, "record", lambda *, blocking=False: event, raising=False)
+        (first,) = host.prefill(0, A)
+        await turns(NUM_LAYERS - 1)
+    (second,) = host.prefill(1, A[:5])  # while the first one is out, of which nothing is left to enqueue
+    goes.clear()
     before = slots(1)
     for turn[0] in range(1, NUM_LAYERS + 1):
-        await asyncio.sleep(0)
+        await turns(1)
     after_chunks = slots(1)
+    event.is_reached = True
     tokens = [tokens_of(await flight) for flight in (first, second)]
-    third = host.launch(rows=[(0, len(A))])
-    fourth = host.launch(rows=[(0, len(A) + 1), (1, 5)])
+    third = host.launch(rows=[(0, len(A)), (1, 5)])
     after_rows = slots(2)
 
-    assert turns[:NUM_LAYERS] == list(range(1, NUM_LAYERS + 1))
+    assert goes[:NUM_LAYERS] == list(range(1, NUM_LAYERS + 1))
     assert (before, after_chunks, after_rows) == ([0], [1], [0, 1])
     assert [len(each) for each in tokens] == [1, 1]
-    assert [len(tokens_of(await flight)) for flight in (third, fourth)] == [1, 2]
+    assert len(tokens_of(await third)) == 2
 
 
 async def test_a_fault_in_the_rest_ends_that_flight_alone(host: PlanHost) -> None:
     """What was launched before it and after it lands."""
     (first,) = host.prefill(0, A)
-    for _ in range(NUM_LAYERS):
-        await asyncio.sleep(0)
+    await turns(NUM_LAYERS)
     with faults.armed("runner.launch_rest", error=MemoryError("no room")):
         (second,) = host.prefill(1, A)
-        await asyncio.sleep(0)
+        await turns(1)
     (third,) = host.prefill(2, A)
 
     with pytest.raises(MemoryError, match="no room"):
         await second
     assert len(tokens_of(await first)) == len(tokens_of(await third)) == 1
     assert host.runner.statistics()["steps_failed"] == 1
-
-
-class HeldEvent:
-    """Is reached when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_reached = False
-
-    def query(self) -> bool:
-        return self.is_reached
-
-    def synchronize(self) -> None: ...
 
 
 async def test_a_step_that_breaks_off_ends_behind_what_was_enqueued(
@@ -185,8 +213,7 @@ async def test_a_step_that_breaks_off_ends_behind_what_was_enqueued(
     monkeypatch.setattr(host.runner._device, "record", lambda *, blocking=False: event, raising=False)
     with faults.armed("runner.launch_rest", error=MemoryError("no room")):
         (flight,) = host.prefill(0, A)
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
     was_done, num_out = flight.done(), host.runner.num_out
     event.is_reached = True
 
@@ -206,6 +233,7 @@ async def test_a_newcomer_whose_step_was_never_begun_has_its_slot(host: PlanHost
             leaves=[0], joins=(join(0, B),), table_writes=writes, chunks=(chunk_of(0, B, 0, len(B)),)
         )
         beside = host.launch(rows=[(1, len(A))])
+        await turns(2 * NUM_LAYERS)
 
     with pytest.raises(MemoryError, match="no room"):
         await newcomer
@@ -226,11 +254,12 @@ async def test_a_step_of_which_nothing_can_be_known_loses_the_device(
 
     (first,) = host.prefill(0, A)
     with faults.armed("runner.launch_rest", after=NUM_LAYERS - 1, error=MemoryError("no room")):
-        (second,) = host.prefill(1, B)  # begun in the loop's next turn
+        (second,) = host.prefill(1, B)  # begun in the loop's turn behind the first one's
+        await turns(NUM_LAYERS - 1)
         owner = host.runner._device if broken == "record" else host.runner._steps
         with monkeypatch.context() as patch:
             patch.setattr(owner, broken, fails, raising=False)
-            await asyncio.sleep(0)
+            await turns(1)
     was_done = second.done()
 
     with pytest.raises(DeviceLost, match=r"no room.*no event"):
@@ -243,13 +272,18 @@ async def test_chunks_may_have_to_begin_at_once(folder: Path, monkeypatch: pytes
     """Where a launch comes just before the end of what is out."""
     monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
     host = PlanHost(make_runner(folder, num_cuts=NUM_LAYERS - 1, begins_later=False))
-    runner, goes = host.runner, [0]
-    flights = host.prefill(0, A) + host.prefill(1, B)
-    monkeypatch.setattr(runner, "_note_go", lambda seconds: goes.append(goes[-1] + 1))
-    for _ in range(2 * NUM_LAYERS):
-        await asyncio.sleep(0)
+    runner, event = host.runner, HeldEvent()
+    goes: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._device, "record", lambda *, blocking=False: event, raising=False)
+        flights = host.prefill(0, A)
+        await turns(NUM_LAYERS - 1)
+    monkeypatch.setattr(runner, "_note_go", goes.append)
+    flights += host.prefill(1, B)
+    await turns(2 * NUM_LAYERS)
+    event.is_reached = True
 
-    assert goes[-1] == NUM_LAYERS - 1
+    assert len(goes) == NUM_LAYERS
     assert [len(tokens_of(await flight)) for flight in flights] == [1, 1]
     await runner.aclose()
 

@@ -100,6 +100,19 @@ def test_an_array_is_the_next_ones_until_it_is_sent() -> None:
     assert staging.take() is not first
 
 
+def test_arrays_of_launches_that_wait_are_apart() -> None:
+    """Each of them has the one that is its own once those before it have been sent."""
+    staging = Staging(EagerDevice(), some_arrays())
+    ahead = [staging.take(num_before) for num_before in range(NUM_ARRAYS)]
+    in_turn = []
+    for _ in range(NUM_ARRAYS):
+        in_turn.append(staging.take())
+        staging.sent()
+
+    assert len({id(words) for words in ahead}) == NUM_ARRAYS
+    assert all(first is second for first, second in zip(ahead, in_turn, strict=True))
+
+
 def test_an_array_is_free_when_it_was_read() -> None:
     """Not before: whoever takes it waits for the event behind the launch that reads it, once."""
     staging = Staging(EagerDevice(), some_arrays())
