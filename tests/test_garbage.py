@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from threading import Event, Thread
 
 import pytest
 
@@ -42,6 +43,27 @@ def test_a_collection_that_comes_due_waits_for_the_end() -> None:
     assert starts
     assert set(starts) == {"behind"}
     assert len(kept) == 200
+
+
+def test_another_threads_block_outlasts_this_one() -> None:
+    """Collections are on again when both have ended, whichever began first."""
+    is_within, may_end = Event(), Event()
+
+    def other() -> None:
+        with NoCollection():
+            is_within.set()
+            may_end.wait(10)
+
+    gc.enable()
+    thread = Thread(target=other)
+    with NoCollection():
+        thread.start()
+        assert is_within.wait(10)
+    was_on = gc.isenabled()
+    may_end.set()
+    thread.join()
+
+    assert (was_on, gc.isenabled()) == (False, True)
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -42,6 +42,7 @@ class Staging:
     def take(self, num_before: int = 0) -> Words:
         """The array of the launch that comes next, or behind so many others. Waits until it may be written, which is
         long since: there are more arrays than steps in flight."""
+        assert num_before < len(self._arrays)
         index = (self._num_sent + num_before) % len(self._arrays)
         fence = self._fences[index]
         if fence is not None and not fence.query():

@@ -209,7 +209,7 @@ class CudaRunner:
         if rest.parts:
             self._rests.append(rest)
             self._take_turn()
-        self._note_go(time.perf_counter() - started_s)
+        self._note_go(time.perf_counter() - started_s, plan)
         return flight
 
     def _begin(self, rest: _Rest) -> None:
@@ -227,13 +227,13 @@ class CudaRunner:
             self._rests[0].watcher.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """The loop's turn for the next part, unless another launch or the end has taken all of them along."""
+        """The loop's turn for the next part, unless all of them were enqueued before it came."""
         self._has_turn = False
         if self._rests:
-            started_s = time.perf_counter()
+            started_s, plan = time.perf_counter(), self._rests[0].launched.plan
             with NoCollection():
                 self._launch_part()
-            self._note_go(time.perf_counter() - started_s)
+            self._note_go(time.perf_counter() - started_s, plan)
         self._take_turn()
 
     def _launch_parts(self) -> None:
@@ -284,6 +284,8 @@ class CudaRunner:
             lost = DeviceLost(f"A step broke off ({error}), and what became of it is not known: {fault}")
             lost.__cause__ = error
             fail(lost)
+            while self._rests:  # whose words lie where the device would look for others now
+                self._fail(self._rests.popleft().launched.flight, lost)
             return
         self._staging.fence(event)
         rest.watcher.watch(event, partial(fail, error), fail)
@@ -292,8 +294,8 @@ class CudaRunner:
         self._staging.fence(event)
         watcher.watch(event, partial(self._land, launched), partial(self._fail, launched.flight), key=key)
 
-    def _note_go(self, seconds: float) -> None:
-        """So long a launch held the loop in one go: with what was left of the one before, or one part in a turn."""
+    def _note_go(self, seconds: float, plan: BatchPlan) -> None:
+        """So long the launch of ``plan`` held the loop in one go: all of it, or one part in a turn."""
         self._launch_s += seconds
         self._launch_max_s = max(self._launch_max_s, seconds)
 

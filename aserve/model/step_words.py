@@ -1,7 +1,7 @@
 """A plan as the device takes it: one array of int32 words, written without a Python object a row.
 
 The words of a step begin with the header of ``kernels.differences``; sections of fixed size follow, which the step's
-graph finds at fixed places, then what differs from step to step. Only what is used travels.
+graph finds at fixed places, then what differs from step to step. What lies far behind the end does not travel.
 
 Shape suffixes: S sequences of the step (decode rows, then chunks), T tokens, R rows that sample.
 """

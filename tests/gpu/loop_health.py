@@ -83,20 +83,18 @@ class TimedRunner(KeptRunner):
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         self.launches_s: list[tuple[float, bool]] = []
-        self._has_prompts = False
         self._notes_goes = hasattr(runner, "_note_go")  # a CudaRunner, whose module would load torch before its time
         if self._notes_goes:
             runner._note_go = self._note  # type: ignore[attr-defined]
 
-    def _note(self, seconds: float) -> None:
-        self.launches_s.append((seconds, self._has_prompts))
+    def _note(self, seconds: float, plan: BatchPlan) -> None:
+        self.launches_s.append((seconds, bool(plan.chunks)))
 
     def launch(self, plan: BatchPlan) -> Flight:
-        self._has_prompts = bool(plan.chunks)
         started_s = time.perf_counter()
         flight = super().launch(plan)
         if not self._notes_goes:
-            self._note(time.perf_counter() - started_s)
+            self._note(time.perf_counter() - started_s, plan)
         return flight
 
 

@@ -84,8 +84,9 @@ async def product(host: Host, num_rows: int, length: int, num_chunk_tokens: int,
         [*lengths, 0] if num_chunk_tokens else lengths, SamplingParams(temperature=0), num_chunk_tokens + 64
     )
     prompt = {"chunks": (chunk(num_rows, 0, num_chunk_tokens, last=False),)} if num_chunk_tokens else {}
-    plans = [{"rows": rows_of(lengths, step), **prompt} for step in range(8)]
-    seconds = await host.run(plans[:4])
+    num_arrays = len(host.runner._steps.arrays_RW)  # all of which a replay goes through
+    plans = [{"rows": rows_of(lengths, step), **prompt} for step in range(num_arrays + 4)]
+    seconds = await host.run(plans[:num_arrays])
     size = host.runner._steps.size_of(BatchPlan(step=StepNumber(1), **plans[0]))
     replay = host.replay_of(size)
     say(
@@ -93,7 +94,7 @@ async def product(host: Host, num_rows: int, length: int, num_chunk_tokens: int,
     )
     if trace:
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-            await host.run(plans[4:])
+            await host.run(plans[num_arrays:])
         profiler.export_chrome_trace(trace)
     with host.runner._device.scope():
         kernels(replay)

@@ -28,14 +28,13 @@ def _fetch_kernel(arrays_ptr, turn_ptr, words_ptr, N, W, BLOCK: tl.constexpr):
     turn = tl.load(turn_ptr)
     array_ptr = arrays_ptr + turn % N * W
     index = tl.arange(0, BLOCK)
-    # Over the bus, where a second look takes as long as the first: the length is not waited for. Read anew, since
-    # what a cache holds of an array is from the turn before.
-    length = tl.load(array_ptr + _LENGTH, cache_modifier=".cv")
-    word = tl.load(array_ptr + index, mask=index < W, cache_modifier=".cv")
+    # Over the bus, where a second look takes as long as the first: the length is not waited for.
+    length = tl.load(array_ptr + _LENGTH)
+    word = tl.load(array_ptr + index, mask=index < W)
     tl.store(words_ptr + index, word, mask=index < W)
     for start in tl.range(BLOCK, length, BLOCK):
-        inside = start + index < length
-        word = tl.load(array_ptr + start + index, mask=inside, cache_modifier=".cv")
+        inside = start + index < W  # and not the length, of which nobody knows that it ends with sixteen bytes
+        word = tl.load(array_ptr + start + index, mask=inside)
         tl.store(words_ptr + start + index, word, mask=inside)
     tl.debug_barrier()  # all warps have read it
     tl.store(turn_ptr, turn + 1)

@@ -108,7 +108,7 @@ async def test_the_loop_gets_its_turn_before_each_part(host: PlanHost, monkeypat
     """One part a turn; until the last, nothing is watched, and the step counts as out."""
     runner, turn = host.runner, [0]
     turns: list[int] = []
-    monkeypatch.setattr(runner, "_note_go", lambda seconds: turns.append(turn[0]))
+    monkeypatch.setattr(runner, "_note_go", lambda seconds, plan: turns.append(turn[0]))
     (flight,) = host.prefill(0, A)
     watched_at_once, out_at_once = len(runner._watcher or ()), runner.num_out
     for turn[0] in range(1, NUM_LAYERS + 1):
@@ -123,8 +123,8 @@ async def test_the_loop_gets_its_turn_before_each_part(host: PlanHost, monkeypat
 async def test_a_launch_waits_behind_parts_that_are_left(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the loop for none of them: each has a turn of its own, in the order of launches."""
     runner = host.runner
-    goes: list[float] = []
-    monkeypatch.setattr(runner, "_note_go", goes.append)
+    goes: list[tuple[int, float]] = []
+    monkeypatch.setattr(runner, "_note_go", lambda seconds, plan: goes.append((plan.step, seconds)))
     flights = host.prefill(0, A)
     with faults.armed("runner.launch_rest", "delay", times=NUM_LAYERS - 1, delay_s=0.05):
         flights += [host.launch(rows=[(0, len(A) + step)]) for step in range(2)]
@@ -133,8 +133,8 @@ async def test_a_launch_waits_behind_parts_that_are_left(host: PlanHost, monkeyp
     await turns(2 * NUM_LAYERS)
 
     assert (out, at_once) == (3, 3)
-    assert len(goes) == 3 + NUM_LAYERS - 1 + 2 * NUM_LAYERS
-    assert min(goes[3 : 3 + NUM_LAYERS - 1]) >= 0.05
+    assert [step for step, _ in goes] == [1, 2, 3, *[1] * (NUM_LAYERS - 1), *[2] * NUM_LAYERS, *[3] * NUM_LAYERS]
+    assert min(seconds for _, seconds in goes[3 : 3 + NUM_LAYERS - 1]) >= 0.05
     assert [len(tokens_of(await flight)) for flight in flights] == [1] * 3
 
 
@@ -142,7 +142,7 @@ async def test_a_change_of_the_table_alone_takes_parts_along(host: PlanHost, mon
     """It comes behind what was launched before it, and is done when it was launched. One time is noted for all that."""
     runner = host.runner
     goes: list[float] = []
-    monkeypatch.setattr(runner, "_note_go", goes.append)
+    monkeypatch.setattr(runner, "_note_go", lambda seconds, plan: goes.append(seconds))
     (first,) = host.prefill(0, A)
     with faults.armed("runner.launch_rest", "delay", times=NUM_LAYERS - 1, delay_s=0.05):
         second = host.launch(leaves=[0])
@@ -167,7 +167,7 @@ async def test_chunks_beside_another_step_wait_for_the_loop_with_all_parts(
         return found
 
     goes: list[int] = []
-    monkeypatch.setattr(runner, "_note_go", lambda seconds: goes.append(turn[0]))
+    monkeypatch.setattr(runner, "_note_go", lambda seconds, plan: goes.append(turn[0]))
     event = HeldEvent()
     with monkeypatch.context() as patch:
         patch.setattr(runner._device, "record", lambda *, blocking=False: event, raising=False)
@@ -234,10 +234,11 @@ async def test_a_newcomer_whose_step_was_never_begun_has_its_slot(host: PlanHost
         )
         beside = host.launch(rows=[(1, len(A))])
         await turns(2 * NUM_LAYERS)
+    behind = host.launch(rows=[(1, len(A) + 1)])  # whose words are behind those that were for the newcomer
 
     with pytest.raises(MemoryError, match="no room"):
         await newcomer
-    assert [len(tokens_of(await flight)) for flight in (other, beside)] == [1, 1]
+    assert [len(tokens_of(await flight)) for flight in (other, beside, behind)] == [1, 1, 1]
     runner._device.synchronize()
     assert runner._steps.table.block_tables_SB[0, : len(writes)].tolist() == [block for _, _, block in writes]
     assert runner._steps.table.records_SW[0, POSITION.value].item() == 0
@@ -256,15 +257,18 @@ async def test_a_step_of_which_nothing_can_be_known_loses_the_device(
     with faults.armed("runner.launch_rest", after=NUM_LAYERS - 1, error=MemoryError("no room")):
         (second,) = host.prefill(1, B)  # begun in the loop's turn behind the first one's
         await turns(NUM_LAYERS - 1)
+        waiting = host.launch(rows=[(0, len(A))])
         owner = host.runner._device if broken == "record" else host.runner._steps
         with monkeypatch.context() as patch:
             patch.setattr(owner, broken, fails, raising=False)
             await turns(1)
     was_done = second.done()
 
-    with pytest.raises(DeviceLost, match=r"no room.*no event"):
-        await second
+    for lost in (second, waiting):  # which would take words that are not its own
+        with pytest.raises(DeviceLost, match=r"no room.*no event"):
+            await lost
     assert was_done
+    assert host.runner.num_out == 0
     assert len(tokens_of(await first)) == 1
 
 
@@ -278,7 +282,7 @@ async def test_chunks_may_have_to_begin_at_once(folder: Path, monkeypatch: pytes
         patch.setattr(runner._device, "record", lambda *, blocking=False: event, raising=False)
         flights = host.prefill(0, A)
         await turns(NUM_LAYERS - 1)
-    monkeypatch.setattr(runner, "_note_go", goes.append)
+    monkeypatch.setattr(runner, "_note_go", lambda seconds, plan: goes.append(seconds))
     flights += host.prefill(1, B)
     await turns(2 * NUM_LAYERS)
     event.is_reached = True
@@ -299,16 +303,19 @@ async def test_closing_enqueues_the_rest_first(host: PlanHost) -> None:
 
 
 def test_a_step_whose_loop_has_gone_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next loop's steps go on without it."""
+    """The next loop's steps go on without it, and without those that waited behind it."""
     monkeypatch.setattr(cuda_decoder, "LAYERS_A_LAUNCH", 1)
     host = PlanHost(make_runner(folder, num_cuts=NUM_LAYERS - 1))
 
     async def leave() -> None:
         host.prefill(0, A)
+        for step in range(2):
+            host.launch(rows=[(0, len(A) + step)])
         asyncio.get_running_loop().stop()  # before any turn
 
     async def go_on() -> list[int]:
         tokens = tokens_of(await host.prefill(1, A)[-1])
+        tokens += tokens_of(await host.launch(rows=[(1, len(A))]))
         await host.runner.aclose()
         return tokens
 
@@ -318,4 +325,4 @@ def test_a_step_whose_loop_has_gone_is_left(folder: Path, monkeypatch: pytest.Mo
     task.cancel()
     loop.close()
 
-    assert len(asyncio.run(go_on())) == 1
+    assert len(asyncio.run(go_on())) == 2

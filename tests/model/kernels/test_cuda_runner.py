@@ -432,6 +432,19 @@ async def test_a_launch_that_breaks_off_before_its_event_holds_its_array(
     assert num_waits == [0] * num_arrays + [1] + [0] * num_arrays
 
 
+async def test_no_launch_waits_for_the_whole_stream(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each array of words has its own step's event."""
+    num_waits = [0]
+
+    def counted() -> None:
+        num_waits[0] += 1
+
+    monkeypatch.setattr(host.runner._device, "synchronize", counted, raising=False)
+    await host.generate(0, A, 2 * host.runner._steps.limits.ring_steps)
+
+    assert num_waits == [0]
+
+
 async def test_nothing_is_launched_after_closing(host: PlanHost) -> None:
     """A closed runner says so."""
     await host.runner.aclose()
