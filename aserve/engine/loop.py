@@ -77,6 +77,7 @@ class LaunchLoop:
     def wake(self) -> None:
         """Something arrived. What else arrives in this tick of the loop is composed into the same step."""
         self._wake.set()
+        self._runner.go_on()  # where much arrives in one tick, the device may have done what it was given before
 
     async def run(self) -> None:
         """Launch whenever woken, for ever. Landings launch by themselves, without the detour over this coroutine."""

@@ -58,6 +58,11 @@ class Runner(Protocol):
         """Start the step and return at once; never blocks the loop. Raises if the step could not be started."""
         ...
 
+    def go_on(self) -> None:
+        """Do the next bit of what a launch has left to later turns of the loop, if there is any: called where this turn
+        may be a long one. Never raises."""
+        ...
+
     def statistics(self) -> dict[str, float]:
         """Plain figures for ``/v1/stats``."""
         ...

@@ -55,6 +55,9 @@ class RangedRunner:
             self._ranges.pop()
         return _RangedFlight(flight, self._ranges, f"step {content}")
 
+    def go_on(self) -> None:
+        self._runner.go_on()
+
     def statistics(self) -> dict[str, float]:
         return self._runner.statistics()
 

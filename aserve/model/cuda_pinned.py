@@ -39,6 +39,10 @@ class Staging:
         self._whole_stream = _WholeStream(device)
         self._num_sent = 0
 
+    @property
+    def num_arrays(self) -> int:
+        return len(self._arrays)
+
     def take(self, num_before: int = 0) -> Words:
         """The array of the launch that comes next, or behind so many others. Waits until it may be written, which is
         long since: there are more arrays than steps in flight."""

@@ -188,10 +188,10 @@ class CudaRunner:
     def launch(self, plan: BatchPlan, *, is_beside: bool = False) -> CudaFlight:
         """Enqueue the step and return. Raises DeviceLost, or whatever kept this step from being begun.
 
-        A long step is enqueued in parts, and the loop gets a turn before each but the first; before that too behind
-        parts of another step, and where ``begins_later`` allows it, if the step has chunks and another is out, so that
-        the device does not wait for it. What fails from then on ends the flight. is_beside: another stream is at work,
-        which makes a step longer.
+        A long step is enqueued in parts, and the loop gets a turn, or somebody calls ``go_on``, before each but the
+        first; before that too behind parts of another step, and where ``begins_later`` allows it, if the step has
+        chunks and another is out, so that the device does not wait for it. What fails from then on ends the flight.
+        is_beside: another stream is at work, which makes a step longer.
         """
         started_s = time.perf_counter()
         faults.hit("runner.launch")
@@ -229,12 +229,16 @@ class CudaRunner:
     def _go_on(self) -> None:
         """The loop's turn for the next part, unless all of them were enqueued before it came."""
         self._has_turn = False
+        self.go_on()
+        self._take_turn()
+
+    def go_on(self) -> None:
+        """Enqueue the next part now, if there is one that waits for its turn."""
         if self._rests:
             started_s, plan = time.perf_counter(), self._rests[0].launched.plan
             with NoCollection():
                 self._launch_part()
             self._note_go(time.perf_counter() - started_s, plan)
-        self._take_turn()
 
     def _launch_parts(self) -> None:
         while self._rests:
@@ -364,7 +368,11 @@ class CudaRunner:
         pieces: list[_Rows] = []
         if size is not None:
             step = steps.step(size)
-            words = self._staging.take(sum(rest.has_words for rest in self._rests))
+            num_waiting = sum(rest.has_words for rest in self._rests)
+            if num_waiting == self._staging.num_arrays:
+                self._launch_parts()
+                num_waiting = 0
+            words = self._staging.take(num_waiting)
             words[:2].view(np.int64)[0] = number
             sampling = step.layout.write(words, plan, steps.nobody)
             end = differences.write(words, step.layout.end)

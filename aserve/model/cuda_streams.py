@@ -43,6 +43,11 @@ class CudaStreams:
         is_beside = any(runner.num_out for stream, runner in self._runners.items() if stream != plan.stream)
         return self._runners[plan.stream].launch(plan, is_beside=is_beside)
 
+    def go_on(self) -> None:
+        """As ``CudaRunner.go_on``, of both."""
+        for runner in self._runners.values():
+            runner.go_on()
+
     def statistics(self) -> dict[str, float]:
         """Totals of both."""
         total: dict[str, float] = {}

@@ -111,6 +111,9 @@ class CpuRunner:
         self._device.submit(lambda: self._run(plan, flight))
         return flight
 
+    def go_on(self) -> None:
+        """Nothing: a launch leaves nothing."""
+
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """Run the shapes of a first request and of full steps, so that libraries have made their kernels. Blocks.
 

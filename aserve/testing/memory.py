@@ -292,6 +292,9 @@ class MemoryRunner(FakeDevice):
             asyncio.get_running_loop().call_soon(self._run_oldest)
         return launched.flight
 
+    def go_on(self) -> None:
+        """Nothing: a launch leaves nothing."""
+
     def statistics(self) -> dict[str, float]:
         return {"num_steps": self._num_steps}
 

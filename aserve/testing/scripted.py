@@ -127,6 +127,9 @@ class ScriptedRunner(FakeDevice):
         self._start_timer(plan.stream)
         return flight
 
+    def go_on(self) -> None:
+        """Nothing: a launch leaves nothing."""
+
     def statistics(self) -> dict[str, float]:
         return {"num_steps": self._num_steps, "num_tokens": self._num_tokens}
 

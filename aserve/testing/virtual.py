@@ -168,6 +168,9 @@ class VirtualDevice(ScriptedRunner):
         self._set_wake_up(loop)
         return flight
 
+    def go_on(self) -> None:
+        """Nothing: a launch leaves nothing."""
+
     def statistics(self) -> dict[str, float]:
         return super().statistics() | {"device_idle_share": idle_share(self.history)}
 

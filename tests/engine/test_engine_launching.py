@@ -44,3 +44,25 @@ async def test_no_garbage_is_collected_while_a_step_is_composed_and_launched(
         *([("LaunchFailed", False)] if fails else []),
     ]
     assert ("behind", True) in found
+
+
+async def test_what_a_launch_left_goes_on_while_requests_arrive() -> None:
+    """All that arrive in one turn of the loop keep it; a step in parts does not wait for the last of them."""
+    log: list[str] = []
+
+    class Runner(ScriptedRunner):
+        def launch(self, plan: BatchPlan) -> Any:
+            log.append("launch")
+            return super().launch(plan)
+
+        def go_on(self) -> None:
+            log.append("go on")
+
+    async with running(Runner()) as engine:
+        streams = [engine.submit_nowait(request("hello", max_tokens=1)) for _ in range(3)]
+        arrived = list(log)
+        for stream in streams:
+            await read(stream)
+
+    assert arrived == ["go on"] * 3
+    assert "launch" in log

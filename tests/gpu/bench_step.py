@@ -118,11 +118,12 @@ class Host:
 
     def replay_of(self, size: tuple[int, int, bool]) -> Callable[[], None]:
         """A step's graph by itself, over the words of the newest plans in turn, which all have to be of this size."""
-        step, staging = self.runner._steps.step(size), self.runner._staging
+        step, staging, device = self.runner._steps.step(size), self.runner._staging, self.runner._device
 
         def replay() -> None:
             step.replay()
             staging.sent()
+            staging.fence(device.record())
 
         return replay
 

@@ -37,6 +37,9 @@ class _Kept:
     def launch(self, plan: BatchPlan) -> Flight:
         return self._runner.launch(plan)
 
+    def go_on(self) -> None:
+        self._runner.go_on()
+
     def statistics(self) -> dict[str, float]:
         return self._runner.statistics()
 

@@ -138,6 +138,31 @@ async def test_a_launch_waits_behind_parts_that_are_left(host: PlanHost, monkeyp
     assert [len(tokens_of(await flight)) for flight in flights] == [1] * 3
 
 
+async def test_whoever_keeps_the_loop_can_have_parts_enqueued(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a call, in order, each noted as a go; the loop's turns have what is left, and nothing is left to call for."""
+    goes: list[int] = []
+    monkeypatch.setattr(host.runner, "_note_go", lambda seconds, plan: goes.append(plan.step))
+    flights = [*host.prefill(0, A), host.launch(rows=[(0, len(A))])]
+    for _ in range(NUM_LAYERS):
+        host.runner.go_on()
+    at_once = list(goes)
+    await turns(2 * NUM_LAYERS)
+    host.runner.go_on()
+
+    assert at_once == [1, 2, *[1] * (NUM_LAYERS - 1), 2]
+    assert goes == [*at_once, *[2] * (NUM_LAYERS - 1)]
+    assert [len(tokens_of(await flight)) for flight in flights] == [1, 1]
+
+
+async def test_more_launches_than_arrays_of_words(host: PlanHost) -> None:
+    """Those that wait are enqueued at once then. None is lost, and each has its own words."""
+    flights = host.prefill(0, A, chunk=1)
+    found = [len(tokens_of(await flight)) for flight in flights[:-1]] + tokens_of(await flights[-1])
+
+    assert len(flights) > len(host.runner._steps.arrays_RW)
+    assert found == [0] * (len(A) - 1) + await host.generate(1, A, 1)
+
+
 async def test_a_change_of_the_table_alone_takes_parts_along(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes behind what was launched before it, and is done when it was launched. One time is noted for all that."""
     runner = host.runner
@@ -268,8 +293,8 @@ async def test_a_step_of_which_nothing_can_be_known_loses_the_device(
         with pytest.raises(DeviceLost, match=r"no room.*no event"):
             await lost
     assert was_done
-    assert host.runner.num_out == 0
     assert len(tokens_of(await first)) == 1
+    assert host.runner.num_out == 0
 
 
 async def test_chunks_may_have_to_begin_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +310,7 @@ async def test_chunks_may_have_to_begin_at_once(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(runner, "_note_go", lambda seconds, plan: goes.append(seconds))
     flights += host.prefill(1, B)
     await turns(2 * NUM_LAYERS)
+    runner._device.synchronize()
     event.is_reached = True
 
     assert len(goes) == NUM_LAYERS
