@@ -156,12 +156,14 @@ async def test_whoever_keeps_the_loop_can_have_parts_enqueued(host: PlanHost, mo
 
 async def test_more_launches_than_arrays_of_words(host: PlanHost) -> None:
     """Those that wait are enqueued at once then. None is lost, and each has its own words."""
-    num_launches = len(host.runner._steps.arrays_RW) + 1
+    num_launches = len(host.runner._steps.arrays_RW) + 2  # the first one waits for nothing
     flights = host.prefill(0, A[:num_launches], chunk=1)
-    found = [len(tokens_of(await flight)) for flight in flights[:-1]] + tokens_of(await flights[-1])
+    found = [token for flight in flights for token in tokens_of(await flight)]
+    for step in range(5):
+        found += tokens_of(await host.launch(rows=[(0, num_launches + step)]))
 
     assert len(flights) == num_launches
-    assert found == [0] * (num_launches - 1) + await host.generate(1, A[:num_launches], 1)
+    assert found == await host.generate(1, A[:num_launches], 6)
 
 
 async def test_a_change_of_the_table_alone_takes_parts_along(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
