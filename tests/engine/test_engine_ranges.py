@@ -103,3 +103,16 @@ async def test_a_ranged_runner_is_the_runner() -> None:
     assert ranged.statistics() == runner.statistics()
     await ranged.aclose()
     assert runner.closed
+
+
+def test_what_a_launch_left_goes_on_behind_ranges() -> None:
+    """Whoever wraps a runner passes that on."""
+    went_on = []
+
+    class Runner(ScriptedRunner):
+        def go_on(self) -> None:
+            went_on.append(1)
+
+    RangedRunner(Runner(), RecordedRanges()).go_on()  # type: ignore[arg-type]
+
+    assert went_on == [1]

@@ -1,9 +1,11 @@
 """Steps that are launched in parts, with turns of the loop between them: on a GPU, or in Triton's interpreter."""
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +154,25 @@ async def test_whoever_keeps_the_loop_can_have_parts_enqueued(host: PlanHost, mo
     assert at_once == [1, 2, *[1] * (NUM_LAYERS - 1), 2]
     assert goes == [*at_once, *[2] * (NUM_LAYERS - 1)]
     assert [len(tokens_of(await flight)) for flight in flights] == [1, 1]
+
+
+async def test_no_garbage_is_collected_while_a_part_is_enqueued(
+    host: PlanHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a turn of its own; the launch itself is the engine's, which sees to it."""
+    go, was_on = host.runner._go, []
+
+    def noted(rest: Any) -> None:
+        was_on.append(gc.isenabled())
+        go(rest)
+
+    monkeypatch.setattr(host.runner, "_go", noted)
+    gc.enable()
+    (flight,) = host.prefill(0, A)
+    await flight
+
+    assert was_on == [True] + [False] * (NUM_LAYERS - 1)
+    assert gc.isenabled()
 
 
 async def test_more_launches_than_arrays_of_words(host: PlanHost) -> None:

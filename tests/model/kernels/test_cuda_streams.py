@@ -128,6 +128,17 @@ async def test_the_host_samples_rows_of_both_streams(model: Model) -> None:
     await runner.aclose()
 
 
+async def test_what_launches_left_goes_on_on_both(host: PlanHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream's parts are its own."""
+    assert isinstance(host.runner, CudaStreams)
+    went_on = []
+    for stream, runner in host.runner._runners.items():
+        monkeypatch.setattr(runner, "go_on", lambda stream=stream: went_on.append(stream))
+    host.runner.go_on()
+
+    assert sorted(went_on) == sorted([MAIN_STREAM, PREFILL_STREAM])
+
+
 async def test_figures_are_of_both(host: PlanHost) -> None:
     """Steps of either kind, totals of what they computed; what both share once."""
     await host.launch(**new(host, 0, prompt(7, seed=2)))
